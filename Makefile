@@ -1,0 +1,62 @@
+# Two commands on a fresh machine with Python >= 3.11 and make: `make quickstart`, `make test`.
+# Versions are pinned in constraints.txt. JAX_PLATFORMS=cuda,cpu (say) runs both on an accelerator.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+JAX_PLATFORMS ?= cpu
+export JAX_PLATFORMS
+# libtpu only compiles here: it need not look for TPUs on the network
+export TPU_SKIP_MDS_QUERY = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint types pytest bench tables clean
+
+help:
+	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
+	@echo "make test         lint, types, tests and doctests"
+	@echo "make bench        measure attention against jax.nn on this machine"
+	@echo "make tables       regenerate the support tables in the READMEs"
+	@echo "make clean        remove $(VENV), caches and build outputs"
+
+quickstart: $(VENV)/installed
+	$(BIN)/ejkernel verify
+
+test: lint types pytest
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-test
+	$(BIN)/pyright
+
+# compiling keeps one core busy, so workers pay
+pytest: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python benchmarks/softmax_cpu.py
+
+tables: $(VENV)/installed
+	$(BIN)/python -m ejkernel.cli.tables --write
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@python=$$(for p in python3.11 python3 python3.12 python3.13 python; do \
+	    $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; \
+	  done); \
+	if [ -z "$$python" ]; then echo "make: no Python >= 3.11 with venv found" >&2; exit 1; fi; \
+	echo "creating $(VENV) with $$($$python --version)"; \
+	$$python -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e ".[$*]"
+	@touch $@

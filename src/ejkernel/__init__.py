@@ -1,0 +1,7 @@
+"""ejkernel: attention for JAX, fast on every accelerator, from one definition per operation."""
+
+from ejkernel.ops import autotune, explain, interpret, use_config
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "autotune", "explain", "interpret", "use_config"]

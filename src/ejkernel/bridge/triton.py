@@ -1,0 +1,256 @@
+"""triton_call: one JAX primitive for every Triton launch.
+
+The platform a launch is lowered for decides what happens: jax-triton on NVIDIA, Triton's interpreter on a CPU.
+Being a primitive, a launch shows in the jaxpr, which is how `collect_launches` finds those of a whole operation.
+"""
+
+import enum
+import numbers
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir, xla
+
+Grid = int | tuple[int, ...]
+
+TRITON_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "bool": "i1",
+}
+
+
+class Slot(enum.Enum):
+    """A positional argument that is not a scalar."""
+
+    ARRAY = "array"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything static about one launch; the arrays travel beside it.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        arguments: its parameters before the outputs, in order: a slot for an array, or a scalar's value.
+        outputs: shape and dtype of each output; their pointers follow the arguments.
+        grid: three program counts.
+        aliases: pairs (array operand, output) that share memory.
+        constexprs: the remaining parameters by name.
+    """
+
+    # a JITFunction's hash reads its source and triton.language, which an interpreting thread may have patched
+    kernel: Any = field(hash=False)
+    arguments: tuple[Slot | int | float, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    aliases: tuple[tuple[int, int], ...]
+    constexprs: tuple[tuple[str, Hashable], ...]
+
+    def fill(self, arrays: Sequence[Any], absent: Any) -> list[Any]:
+        """The positional arguments, with `arrays` in their slots and `absent` where None was given."""
+        given = iter(arrays)
+        values = {Slot.ARRAY: lambda: next(given), Slot.ABSENT: lambda: absent}
+        return [values[a]() if isinstance(a, Slot) else a for a in self.arguments]
+
+
+def triton_call(
+    kernel: Any,
+    *arguments: Any,
+    out_shape: Any,
+    grid: Grid | Callable[[dict[str, Any]], Grid],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    input_output_aliases: Mapping[int, int] | None = None,
+    **constexprs: Any,
+) -> Any:
+    """Launch a `@triton.jit` kernel: inputs, then one pointer per output, then constexprs by name.
+
+    Args:
+        arguments: the kernel's leading parameters in order. Arrays become pointers to contiguous row-major memory.
+            Python and numpy scalars are passed by value (int32 or int64, float32; a bool becomes an int).
+            None becomes a pointer that must not be read: tell the kernel by a constexpr flag, not by `is None`.
+        out_shape: a `ShapeDtypeStruct`, or a sequence of them. An output starts out undefined, unless aliased.
+        grid: program counts, or a function of the constexprs that gives them. An empty grid launches nothing
+            and gives zeros.
+        input_output_aliases: position in `arguments` to output index. The output starts with the input's contents,
+            and both pointers address it.
+        constexprs: every other parameter of the kernel, none missing and none unknown.
+
+    Has neither a derivative nor a batching rule: operations bring their own.
+    """
+    single = hasattr(out_shape, "dtype")
+    outputs = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in ([out_shape] if single else out_shape))
+    static = {name: v.item() if isinstance(v, np.generic) else v for name, v in constexprs.items()}
+    slots = tuple(_slot(a) for a in arguments)
+    _check_parameters(kernel, len(arguments), len(outputs), set(static))
+    launch = Launch(
+        kernel=kernel,
+        arguments=slots,
+        outputs=outputs,
+        grid=_three(grid(dict(static)) if callable(grid) else grid),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        aliases=_operand_aliases(slots, outputs, input_output_aliases or {}),
+        constexprs=tuple(sorted(static.items())),
+    )
+    arrays = [jnp.asarray(a) for a, slot in zip(arguments, slots, strict=True) if slot is Slot.ARRAY]
+    results = launch_p.bind(*arrays, launch=launch) if min(launch.grid) > 0 else _not_launched(launch, arrays)
+    return results[0] if single else tuple(results)
+
+
+def _slot(argument: Any) -> Slot | int | float:
+    if argument is None:
+        return Slot.ABSENT
+    if isinstance(argument, bool | np.bool_ | numbers.Integral):
+        return int(argument)
+    if isinstance(argument, numbers.Real):
+        # rounded here, so that every path sees the same float32
+        return float(np.float32(argument))
+    if not hasattr(argument, "dtype"):
+        raise TypeError(f"a kernel argument must be an array, a scalar or None, not {type(argument).__name__}")
+    return Slot.ARRAY
+
+
+def _three(grid: Grid) -> tuple[int, int, int]:
+    counts = tuple(grid) if isinstance(grid, Sequence) else (grid,)
+    if len(counts) > 3 or any(n < 0 for n in counts):
+        raise ValueError(f"{grid=} must be at most three non-negative program counts")
+    x, y, z = (*(int(n) for n in counts), 1, 1, 1)[:3]
+    # the driver refuses more, after everything has been compiled
+    if x >= 2**31 or max(y, z) >= 2**16:
+        raise ValueError(f"{grid=} exceeds CUDA's limits of 2**31 - 1 in the first and 65535 in the other dimensions")
+    return x, y, z
+
+
+def _check_parameters(kernel: Any, num_inputs: int, num_outputs: int, constexprs: set[str]) -> None:
+    if not hasattr(kernel, "arg_names") or not hasattr(kernel, "params"):
+        raise TypeError(f"kernel must be a @triton.jit function, not {type(kernel).__name__}")
+    positional = num_inputs + num_outputs
+    required = {p.name for p in kernel.params[positional:] if not p.has_default}
+    missing, unknown = required - constexprs, constexprs - set(kernel.arg_names[positional:])
+    if positional > len(kernel.params) or missing or unknown:
+        raise TypeError(
+            f"{kernel.__name__} takes {kernel.arg_names}; given {num_inputs} arguments and {num_outputs} outputs, "
+            f"missing constexprs {sorted(missing)}, unknown constexprs {sorted(unknown)}"
+        )
+
+
+def _operand_aliases(
+    slots: Sequence[Any], outputs: Sequence[jax.ShapeDtypeStruct], aliases: Mapping[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Aliases by array operand instead of argument position."""
+    operands = {position: n for n, position in enumerate(i for i, slot in enumerate(slots) if slot is Slot.ARRAY)}
+    for position, output in aliases.items():
+        if position not in operands or not 0 <= output < len(outputs):
+            raise ValueError(f"input_output_aliases {position}: {output} must map an array argument to an output")
+    return tuple((operands[position], output) for position, output in aliases.items())
+
+
+def _not_launched(launch: Launch, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    aliased = {output: arrays[operand] for operand, output in launch.aliases}
+    return [aliased.get(i, jnp.zeros(s.shape, s.dtype)) for i, s in enumerate(launch.outputs)]
+
+
+launch_p = jex.core.Primitive("ejkernel_triton_launch")
+launch_p.multiple_results = True
+launch_p.def_impl(partial(xla.apply_primitive, launch_p))
+
+
+@launch_p.def_abstract_eval
+def _abstract_eval(*operands: Any, launch: Launch) -> list[jax.core.ShapedArray]:
+    for operand, output in launch.aliases:
+        x, y = operands[operand], launch.outputs[output]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            raise ValueError(f"cannot alias {x.dtype}{x.shape} with output {output}, {y.dtype}{y.shape}")
+    return [jax.core.ShapedArray(s.shape, s.dtype) for s in launch.outputs]
+
+
+def _lower(ctx: Any, *operands: Any, launch: Launch) -> Any:
+    platforms = tuple(ctx.module_context.platforms)
+    rules = {("cpu",): _interpreted, ("cuda",): _compiled}
+    if platforms not in rules:
+        raise NotImplementedError(f"{launch.kernel.__name__} is a Triton kernel: it cannot be lowered for {platforms}")
+    return mlir.lower_fun(partial(rules[platforms], launch), multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(launch_p, _lower)
+
+
+def _interpreted(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
+    from ejkernel.bridge.interpreter import interpret_launch
+
+    return jax.pure_callback(partial(interpret_launch, launch), launch.outputs, *arrays)
+
+
+def _compiled(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
+    aliased = {operand for operand, _ in launch.aliases}
+    # any pointer will do for an absent array; one that is aliased would be copied first
+    absent = next((x for i, x in enumerate(arrays) if i not in aliased), jnp.zeros(16, jnp.int8))
+    arguments = launch.fill(arrays, absent)
+    return _jax_triton().triton_call(
+        # a Python float would reach the kernel as float64
+        *(np.float32(a) if isinstance(a, float) else a for a in arguments),
+        kernel=launch.kernel,
+        out_shape=launch.outputs,
+        grid=launch.grid,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        input_output_aliases=dict(_aliases_after_fill(launch)),
+        **dict(launch.constexprs),
+    )
+
+
+def _aliases_after_fill(launch: Launch) -> list[tuple[int, int]]:
+    """Aliases by operand of jax-triton, for which an absent array is an operand too."""
+    operands = [i for i, slot in enumerate(s for s in launch.arguments if isinstance(s, Slot)) if slot is Slot.ARRAY]
+    return [(operands[operand], output) for operand, output in launch.aliases]
+
+
+def _jax_triton() -> ModuleType:
+    """jax-triton; importing it blanks TRITON_CACHE_DIR, which is put back."""
+    kept = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        import jax_triton
+    finally:
+        if kept is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        else:
+            os.environ["TRITON_CACHE_DIR"] = kept
+    return jax_triton
+
+
+def _no_derivative(*_: Any, launch: Launch) -> Any:
+    raise NotImplementedError(f"{launch.kernel.__name__}: a Triton launch has no derivative; its operation brings one")
+
+
+def _no_batching(*_: Any, launch: Launch) -> Any:
+    raise NotImplementedError(f"{launch.kernel.__name__}: a Triton launch has no vmap; its operation folds the batch")
+
+
+ad.primitive_jvps[launch_p] = _no_derivative
+batching.primitive_batchers[launch_p] = _no_batching

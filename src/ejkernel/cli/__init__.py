@@ -1,0 +1,1 @@
+"""The command line, `ejkernel`: nothing else imports it."""

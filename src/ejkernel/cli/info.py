@@ -1,0 +1,68 @@
+"""What there is on this machine: versions, devices, and which platforms work."""
+
+import platform as machine
+from importlib import metadata
+from typing import NamedTuple
+
+import jax
+
+import ejkernel
+from ejkernel.ops import get_operation, list_operations
+from ejkernel.ops.cache import shipped_file, user_file
+from ejkernel.ops.dispatch import refusals
+from ejkernel.ops.operation import PLATFORMS
+from ejkernel.ops.target import describe_device, target_of
+
+PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the library uses; nothing is imported to find out."""
+    found = {"ejkernel": ejkernel.__version__, "python": machine.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def devices() -> list[str]:
+    """One line per kind of device JAX sees."""
+    kinds: dict[str, int] = {}
+    for device in jax.devices():
+        target = describe_device(device)
+        line = target.kind if target.kind == target.arch else f"{target.kind} ({target.arch})"
+        kinds[line] = kinds.get(line, 0) + 1
+    return [f"{count} x {line}" for line, count in kinds.items()]
+
+
+def tuned_files() -> dict[str, str]:
+    """Where tuned configs for the default device would come from, and whether they do."""
+    kind = target_of(()).kind
+    files = {"yours": user_file(kind), "shipped": shipped_file(kind)}
+    return {name: f"{path}{'' if path.exists() else ' (none)'}" for name, path in files.items()}
+
+
+class Works(NamedTuple):
+    """Operations that a platform can do here, and why not where it can do none."""
+
+    operations: list[str]
+    reasons: list[str]
+
+
+def platforms() -> dict[str, Works]:
+    """For every platform, what it can do on the default device."""
+    target = target_of(())
+    found = {}
+    for platform in PLATFORMS:
+        operations, reasons = [], {}
+        for name in list_operations():
+            operation = get_operation(name)
+            refused = [refusals(operation, platform, call.on(target)) for call in operation.probes().values()]
+            if not all(refused):
+                operations.append(name)
+            else:
+                reasons |= dict.fromkeys(refused[0] if refused else [])
+        found[platform] = Works(operations, [] if operations else list(reasons))
+    return found

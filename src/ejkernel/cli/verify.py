@@ -1,0 +1,131 @@
+"""Every operation on every platform that works here, against its definition: numbers, gradients and time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.cli.cases import Arrays, Case
+from ejkernel.ops import explain
+from ejkernel.ops.operation import PLATFORMS
+from ejkernel.ops.tuning import median_seconds
+
+# of the largest value among results of one kind: what float32 sums in another order may cost
+FLOOR = 64 * float(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Error:
+    """A largest deviation from the float32 definition, beside that of the naive computation in the same dtype."""
+
+    error: float
+    naive: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit  # a nan is not
+
+    @property
+    def severity(self) -> float:
+        return float("inf") if np.isnan(self.error) else self.error / max(self.limit, 1e-30)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one case went on one platform. Seconds are of a forward and a backward."""
+
+    case: Case
+    platform: str
+    output: Error | None = None
+    gradient: Error | None = None
+    seconds: float | None = None
+    peer_seconds: float | None = None
+    crash: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.output is not None and self.gradient is not None and self.output.ok and self.gradient.ok
+
+
+def platforms_for(case: Case) -> tuple[list[str], dict[str, list[str]]]:
+    """Platforms that can do a case here, and the reasons of the others."""
+    explanation = explain(case.function, **case.structs(), **case.fixed, **case.static)
+    return [p for p in PLATFORMS if p not in explanation.refusals], explanation.refusals
+
+
+def _step(function: Callable[[Arrays, Any], jax.Array]) -> Callable[..., tuple[jax.Array, Arrays]]:
+    """(arrays, fixed, cotangent) -> the output and every gradient, compiled."""
+
+    @jax.jit
+    def both(arrays: Arrays, fixed: Any, cotangent: jax.Array) -> tuple[jax.Array, Arrays]:
+        out, pull = jax.vjp(lambda given: function(given, fixed), arrays)
+        return out, pull(cotangent.astype(out.dtype))[0]
+
+    return both
+
+
+def _worst(got: Arrays, naive: Arrays, truth: Arrays) -> Error:
+    """The worst of several results of one kind (the output, or the gradients), by how near its limit it is."""
+    floor = FLOOR * max(float(jnp.abs(x).max()) for x in truth.values())
+
+    def deviation(name: str) -> Error:
+        a, b, exact = (np.asarray(x[name], np.float32) for x in (got, naive, truth))
+        naive_error = float(np.abs(b - exact).max())
+        return Error(float(np.abs(a - exact).max()), naive_error, 2 * naive_error + floor)
+
+    return max((deviation(name) for name in truth), key=lambda error: error.severity)
+
+
+class Check:
+    """One case, its definition and jax.nn's time computed once for all platforms."""
+
+    def __init__(self, case: Case, repeats: int):
+        self.case, self.repeats = case, repeats
+        self.arrays = case.arrays()
+        wide = {name: x.astype(jnp.float32) for name, x in self.arrays.items()}
+        shape = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, case.fixed)
+        self.cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape, np.float32))
+        exact = _step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.float32))
+        naive = _step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(case.dtype)))
+        self.truth = exact(wide, case.fixed, self.cotangent)
+        # in float32 the naive computation is the definition itself
+        self.naive = self.truth if case.dtype == "float32" else naive(self.arrays, case.fixed, self.cotangent)
+        self.peer_seconds = None if case.peer is None else self._seconds(_step(self._peer))
+
+    def _call(self, arrays: Arrays, fixed: Any) -> Any:
+        return self.case.canonicalise(**arrays, **fixed, **self.case.static)
+
+    def _defined(self, arrays: Arrays, fixed: Any, dtype: Any) -> jax.Array:
+        return self.case.definition(self._call(arrays, fixed), dtype)
+
+    def _peer(self, arrays: Arrays, fixed: Any) -> jax.Array:
+        assert self.case.peer is not None
+        return self.case.peer(self._call(arrays, fixed))
+
+    def _seconds(self, step: Callable[..., Any]) -> float:
+        return median_seconds(step, self.arrays, self.case.fixed, self.cotangent, repeats=self.repeats)
+
+    def on(self, platform: str) -> Outcome:
+        """Run the case on a platform."""
+        case = self.case
+        step = _step(lambda arrays, fixed: case.function(**arrays, **fixed, **case.static, platform=platform))
+        try:
+            out, gradients = step(self.arrays, case.fixed, self.cotangent)
+            output = _worst({"out": out}, {"out": self.naive[0]}, {"out": self.truth[0]})
+            gradient = _worst(gradients, self.naive[1], self.truth[1])
+            seconds = self._seconds(step)
+        except (RuntimeError, ValueError, TypeError) as crash:  # NotImplementedError and XLA's errors are RuntimeErrors
+            return Outcome(case, platform, crash=f"{type(crash).__name__}: {crash}")
+        return Outcome(case, platform, output, gradient, seconds, self.peer_seconds)
+
+
+def verify(work: list[tuple[Case, list[str]]], repeats: int = 3) -> Iterator[Outcome]:
+    """The outcome of every case on each of its platforms, as they come."""
+    for case, platforms in work:
+        if platforms:
+            check = Check(case, repeats)
+            yield from (check.on(platform) for platform in platforms)

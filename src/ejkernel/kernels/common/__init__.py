@@ -1,0 +1,1 @@
+"""Tiles shared by the families."""

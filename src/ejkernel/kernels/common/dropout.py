@@ -1,0 +1,40 @@
+"""Dropout bits from a counter: the same on every platform, for they depend on (seed, batch, head, query, key) only."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+STEP_BATCH = np.uint32(0x9E3779B1)
+STEP_HEAD = np.uint32(0x85EBCA77)
+STEP_QUERY = np.uint32(0xC2B2AE3D)
+STEP_KEY = np.uint32(0x27D4EB2F)
+MIX_1 = np.uint32(0x7FEB352D)
+MIX_2 = np.uint32(0x846CA68B)
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every input bit flips each output bit about half the time."""
+    x = x ^ (x >> 16)
+    x = x * MIX_1
+    x = x ^ (x >> 15)
+    x = x * MIX_2
+    return x ^ (x >> 16)
+
+
+def head_seeds(seed: jax.Array, B: int, H: int) -> jax.Array:
+    """A seed (B, H) for every batch row and head: it folds under vmap and splits over a mesh like any array."""
+    rows = mix(mix(seed.astype(jnp.uint32)) + jnp.arange(B, dtype=jnp.uint32) * STEP_BATCH)
+    return mix(rows[:, None] + jnp.arange(H, dtype=jnp.uint32) * STEP_HEAD)
+
+
+def threshold(probability: float) -> np.uint32:
+    """Bits below this are dropped."""
+    return np.uint32(min(round(probability * 2**32), 2**32 - 1))
+
+
+def keep(seed: Any, query: jax.Array, key: jax.Array, probability: float) -> jax.Array:
+    """Which pairs stay: query indices (T, 1) and key indices (1, S) give bool (T, S)."""
+    row = mix(seed + query.astype(jnp.uint32) * STEP_QUERY)
+    return mix(row + key.astype(jnp.uint32) * STEP_KEY) >= threshold(probability)

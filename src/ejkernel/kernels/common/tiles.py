@@ -1,0 +1,58 @@
+"""One tile of softmax attention in jax.numpy: what XLA and Pallas kernels share."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# finite, not -inf: a fully masked row would give inf - inf
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+class Online(NamedTuple):
+    """The running softmax of a block of query rows."""
+
+    top: jax.Array  # (T,) largest logit so far
+    total: jax.Array  # (T,) sum of exponentials against it
+    out: jax.Array  # (T, Dv) weighted values against it
+
+
+def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any = None) -> jax.Array:
+    """a and b contracted over one axis each, accumulated in float32."""
+    numbers = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+def finite_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x (..., L, D) with zeros for what is not finite, and a mark (..., L): nan for a row that held any, else 0.
+
+    0 * nan is nan, so in a product a hidden row could leak. Products use the zeros; the mark is added to the logits of
+    the row before they are masked, so that whoever sees the row is nan and nobody else.
+    """
+    fine = jnp.isfinite(x)
+    return jnp.where(fine, x, 0), jnp.where(fine.all(-1), 0.0, jnp.nan)
+
+
+def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def uncapped_gradient(gradient: jax.Array, logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """The gradient before the cap, from the one after it and the capped logits."""
+    return gradient if soft_cap is None else gradient * (1.0 - jnp.square(logits / soft_cap))
+
+
+def online_step(state: Online, logits: jax.Array) -> tuple[Online, jax.Array]:
+    """Absorb a tile of logits (T, S), hidden ones being MASKED: the rescaled state and the tile's weights."""
+    top = jnp.maximum(state.top, logits.max(-1))
+    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: its weights are exp(MASKED) = 0
+    weights = jnp.exp(logits - base[:, None])
+    shrink = jnp.exp(state.top - base)
+    return Online(top, state.total * shrink + weights.sum(-1), state.out * shrink[:, None]), weights
+
+
+def online_finish(state: Online) -> tuple[jax.Array, jax.Array]:
+    """Normalised rows and their lse; a row that saw nothing is zero with lse -inf."""
+    some = state.total != 0.0  # a nan total is not nothing: it must show
+    total = jnp.where(some, state.total, 1.0)
+    return state.out / total[:, None], jnp.where(some, state.top + jnp.log(total), -jnp.inf)

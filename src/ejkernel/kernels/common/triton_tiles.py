@@ -1,0 +1,116 @@
+"""Tiles of softmax attention in Triton: what the kernels of the families share."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.common.dropout import MIX_1, MIX_2, STEP_KEY, STEP_QUERY
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+_MIX_1 = tl.constexpr(int(MIX_1))
+_MIX_2 = tl.constexpr(int(MIX_2))
+_STEP_QUERY = tl.constexpr(int(STEP_QUERY))
+_STEP_KEY = tl.constexpr(int(STEP_KEY))
+
+
+@triton.jit
+def load_rows(p, i_first, n_rows, stride, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr):
+    """Rows i_first .. i_first + R of a matrix with a row stride, (R, BD); zeros past n_rows and past D."""
+    o_r, o_d = tl.arange(0, R), tl.arange(0, BD)
+    # the first row's offset may pass 2^31; those inside a tile cannot
+    p_tile = p + i_first.to(tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    if TAIL and D != BD:
+        return tl.load(p_tile, mask=(i_first + o_r < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif TAIL:
+        return tl.load(p_tile, mask=(i_first + o_r < n_rows)[:, None], other=0.0)
+    elif D != BD:
+        return tl.load(p_tile, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def store_rows(p, b_x, i_first, n_rows, stride, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """The reverse of load_rows; nothing is written past n_rows or D."""
+    o_r, o_d = tl.arange(0, R), tl.arange(0, BD)
+    p_tile = p + i_first.to(tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    m_tile = (i_first + o_r < n_rows)[:, None] & (o_d < D)[None, :]
+    tl.store(p_tile, b_x.to(p.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def tanh(x):
+    # by exp2 of a negative number: never overflows
+    b_e = tl.exp2(-2.0 * LOG2_E * tl.abs(x))
+    b_t = (1.0 - b_e) / (1.0 + b_e)
+    return tl.where(x < 0, -b_t, b_t)
+
+
+@triton.jit
+def mix(x):
+    """The bijection of kernels/common/dropout.py, bit for bit."""
+    x = x ^ (x >> 16)
+    x = x * _MIX_1
+    x = x ^ (x >> 15)
+    x = x * _MIX_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropout_keep(seed, o_q, o_k, threshold):
+    """Which pairs stay, for indices that broadcast against each other."""
+    b_row = mix(seed.to(tl.uint32) + o_q.to(tl.uint32) * _STEP_QUERY)
+    return mix(b_row + o_k.to(tl.uint32) * _STEP_KEY) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def guarded_dot(b_w, b_rows, m_seen, b_acc, PRECISION: tl.constexpr):
+    """b_acc + b_w @ b_rows, where weights are zero outside m_seen and rows there may be nan or inf.
+
+    0 * nan is nan, so a hidden row could leak: non-finite entries count as zero, then rows that do see one become nan.
+    """
+    # (K, D)
+    b_finite = (b_rows - b_rows) == 0.0
+    b_acc = tl.dot(b_w, tl.where(b_finite, b_rows, 0.0).to(b_rows.dtype), b_acc, input_precision=PRECISION)
+    if tl.min(tl.min(b_finite.to(tl.int32), 1), 0) == 0:
+        b_hits = tl.dot(m_seen.to(tl.float16), tl.where(b_finite, 0.0, 1.0).to(tl.float16))
+        b_acc = tl.where(b_hits > 0.0, float("nan"), b_acc)
+    return b_acc
+
+
+@triton.jit
+def has_nan(b_x):
+    """1 where a tile holds a nan, else 0."""
+    return tl.max(tl.max((b_x != b_x).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def schedule_row(p_rows, p_index, i_row, s_index, LISTS: tl.constexpr):
+    """Pointers to a row of the schedule: its counts or bounds, and its list."""
+    if LISTS:
+        return p_rows + i_row * 2, p_index + i_row.to(tl.int64) * s_index
+    else:
+        return p_rows + i_row * 4, p_index
+
+
+@triton.jit
+def block_at(p_row, p_index, n, LISTS: tl.constexpr):
+    """The n-th block a row of the schedule visits: unmasked blocks first."""
+    if LISTS:
+        return tl.load(p_index + n)
+    else:
+        i_lo = tl.load(p_row)
+        i_full = tl.load(p_row + 1)
+        n_full = tl.load(p_row + 2) - i_full
+        i_masked = i_lo + n - n_full
+        i_after = tl.where(i_masked < i_full, i_masked, i_masked + n_full)
+        return tl.where(n < n_full, i_full + n, i_after)
+
+
+@triton.jit
+def block_counts(p_row, LISTS: tl.constexpr):
+    """How many blocks a row of the schedule visits without a mask, and in all."""
+    if LISTS:
+        return tl.load(p_row), tl.load(p_row + 1)
+    else:
+        return tl.load(p_row + 2) - tl.load(p_row + 1), tl.load(p_row + 3) - tl.load(p_row)

@@ -1,0 +1,138 @@
+"""The canonical call of mean pooling: every check and default, and which tokens each row of the result averages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops import Call, Dims, Operation
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Static facts.
+
+    Attributes:
+        chunk_size: tokens per chunk.
+        rows: rows of the result; with traced `cu_seqlens` the most there can be.
+    """
+
+    chunk_size: int
+    rows: int
+
+
+def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Call:
+    """Check a call and name its arrays: `x` (B, T, H, D) and, for packed sequences, `cu_seqlens` (1, N + 1)."""
+    x = jnp.asarray(x)
+    if x.ndim != 4:
+        raise ValueError(f"x must be (batch, length, heads, head_dim), its shape is {x.shape}")
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"x must be one of {', '.join(DTYPES)}, it is {x.dtype}")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):
+        raise TypeError(f"{chunk_size=} must be an int")
+    if chunk_size < 1:
+        raise ValueError(f"{chunk_size=} must be at least 1")
+    chunk_size = int(chunk_size)
+    if cu_seqlens is None:
+        return Call(Spec(chunk_size, _chunks(x.shape[1], chunk_size)), {"x": x})
+    rows = _packed_rows(cu_seqlens, x, chunk_size)
+    return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": jnp.asarray(cu_seqlens, jnp.int32)[None]})
+
+
+def _packed_rows(cu_seqlens: Any, x: jax.Array, chunk_size: int) -> int:
+    """Check `cu_seqlens`; the rows of the result, or the most there can be where its values are unknown."""
+    B, T, _, _ = x.shape
+    traced = isinstance(cu_seqlens, jax.core.Tracer)
+    cu_seqlens = cu_seqlens if traced else np.asarray(cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.size < 1:
+        raise ValueError(f"cu_seqlens must be (num_sequences + 1,), its shape is {cu_seqlens.shape}")
+    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise TypeError(f"cu_seqlens must be integers, it is {cu_seqlens.dtype}")
+    if B != 1:
+        raise ValueError(f"with cu_seqlens x must be (1, tokens, heads, head_dim), its shape is {x.shape}")
+    if traced:
+        # ceil(n / c) <= (n + c - 1) / c, summed over the sequences
+        return (T + (cu_seqlens.size - 1) * (chunk_size - 1)) // chunk_size
+    if cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any() or cu_seqlens[-1] > T:
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {T} tokens, it is {cu_seqlens.tolist()}")
+    return int(_chunks(np.diff(cu_seqlens), chunk_size).sum())
+
+
+def _chunks(length: Any, chunk_size: int) -> Any:
+    return (length + chunk_size - 1) // chunk_size
+
+
+def row_bounds(call: Call) -> jax.Array:
+    """Of each row of the result, the first token and the one past its last: (B|1, rows, 2); equal for a row of none."""
+    row = np.arange(call.spec.rows, dtype=np.int32)
+    if "cu_seqlens" not in call:
+        start = row * call.spec.chunk_size
+        end = np.minimum(start + call.spec.chunk_size, call["x"].shape[1])
+        return jnp.asarray(np.stack([start, end], -1)[None], jnp.int32)
+    return jax.vmap(lambda cu: _packed_bounds(cu, row, call.spec.chunk_size))(call["cu_seqlens"])
+
+
+def _packed_bounds(cu: jax.Array, row: np.ndarray, chunk_size: int) -> jax.Array:
+    first_row = _first_rows(cu, chunk_size)
+    sequence = jnp.searchsorted(first_row, row, side="right") - 1
+    start = cu[sequence] + (row - first_row[sequence]) * chunk_size
+    # rows past the last chunk belong to no sequence
+    end = jnp.minimum(start + chunk_size, cu[jnp.minimum(sequence + 1, cu.size - 1)])
+    return jnp.stack([start, jnp.maximum(start, end)], -1)
+
+
+def _first_rows(cu: jax.Array, chunk_size: int) -> jax.Array:
+    """The first row of each sequence, and the number of rows: (num_sequences + 1,)."""
+    rows = jnp.cumsum(_chunks(jnp.diff(cu), chunk_size), dtype=jnp.int32)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), rows])
+
+
+def token_rows(call: Call) -> jax.Array:
+    """The row each token is averaged into, or -1: (B|1, T)."""
+    token = np.arange(call["x"].shape[1], dtype=np.int32)
+    if "cu_seqlens" not in call:
+        return jnp.asarray(token[None] // call.spec.chunk_size, jnp.int32)
+    return jax.vmap(lambda cu: _packed_token_rows(cu, token, call.spec.chunk_size))(call["cu_seqlens"])
+
+
+def _packed_token_rows(cu: jax.Array, token: np.ndarray, chunk_size: int) -> jax.Array:
+    sequence = jnp.searchsorted(cu, token, side="right") - 1
+    row = _first_rows(cu, chunk_size)[sequence] + (token - cu[sequence]) // chunk_size
+    return jnp.where((sequence >= 0) & (sequence < cu.size - 1), row, -1)
+
+
+def batch(call: Call) -> int:
+    """The batch of a call, any of whose arrays may hold one broadcast row."""
+    return max(x.shape[0] for x in call.arrays.values())
+
+
+def bucket(call: Call) -> str:
+    """Tuned under the chunk and the width of a token; the length only decides how many programs there are."""
+    _, _, H, D = call["x"].shape
+    width = 1 << (H * D - 1).bit_length()
+    return f"{call['x'].dtype.name}/chunk{call.spec.chunk_size}/width{width}"
+
+
+def probes() -> dict[str, Call]:
+    """One small call per feature."""
+    x = jnp.zeros((1, 8, 1, 4))
+    return {
+        "whole sequences": canonicalise(x, chunk_size=4),
+        "packed sequences (`cu_seqlens`)": canonicalise(x, np.array([0, 3, 8]), chunk_size=4),
+    }
+
+
+MEAN_POOLING = Operation(
+    name="mean_pooling",
+    arrays={"x": Dims("B T H D", grad=True), "cu_seqlens": Dims("B N")},
+    outputs={"out": "B R H D"},
+    implementations={"xla": "ejkernel.kernels.pooling.xla", "triton": "ejkernel.kernels.pooling.triton"},
+    preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)},
+    bucket=bucket,
+    probes=probes,
+)

@@ -1,0 +1,1 @@
+"""Softmax attention: one tile loop over a block schedule."""

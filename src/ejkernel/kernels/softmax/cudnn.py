@@ -1,0 +1,97 @@
+"""cuDNN's fused attention, through JAX's own calls, for exactly the calls it can do."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.softmax.spec import Spec, dimensions
+from ejkernel.ops import Call
+
+
+@dataclass(frozen=True)
+class Config:
+    """cuDNN chooses its own tiles."""
+
+
+def unsupported(call: Call) -> list[str]:
+    spec: Spec = call.spec
+    dims = dimensions(call)
+    banded = spec.band.lo is not None or spec.band.hi is not None
+    head_dim = 256 if call.target.capability >= 90 else 128
+    limits = {
+        f"dtype {call['query'].dtype}: only bfloat16 and float16": call["query"].dtype == jnp.float32,
+        f"head_dim {dims.D}: only multiples of 8 up to {head_dim}": dims.D % 8 != 0 or dims.D > head_dim,
+        f"value head_dim {dims.Dv} != {dims.D}": dims.Dv != dims.D,
+        "causal or window with T != S: it aligns the starts, not the ends": banded and dims.T != dims.S,
+        f"band {tuple(spec.band)}: only causal, and windows to the left of it": banded and spec.band.hi != 0,
+        f"band {tuple(spec.band)}: keys must reach the query": spec.band.lo is not None and spec.band.lo > 0,
+        "a gradient of lse": spec.with_lse or spec.with_argmax,
+        "chunks": spec.chunk is not None,
+        "soft cap": spec.soft_cap is not None,
+        "the dropout of this library (its bits differ)": spec.dropout > 0,
+        f"logits_dtype {spec.logits_dtype}": spec.logits_dtype != "float32",
+        "bias": "bias" in call,
+        "sinks": "sinks" in call,
+        "segments, lengths and packed sequences": "q_segments" in call,
+        "explicit positions": "q_positions" in call,
+        "dense masks": "mask" in call,
+        "block patterns": "pattern" in call,
+    }
+    return [reason for reason, holds in limits.items() if holds]
+
+
+def default_config(call: Call) -> Config:
+    return Config()
+
+
+def search_space(call: Call) -> list[Config]:
+    return []
+
+
+def _window(spec: Spec) -> int | None:
+    """cuDNN counts the query's own position in the window."""
+    return None if spec.band.lo is None else 1 - spec.band.lo
+
+
+def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    spec: Spec = call.spec
+    out, lse = jax.nn.dot_product_attention(
+        call["query"],
+        call["key"],
+        call["value"],
+        scale=spec.scale,
+        is_causal=spec.band.hi == 0,
+        local_window_size=None if spec.band.lo is None else (-spec.band.lo, 0),
+        return_residual=True,
+        implementation="cudnn",
+    )
+    outputs = {"out": out, "lse": lse.swapaxes(1, 2)}
+    return outputs, outputs
+
+
+def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
+    # JAX has no public call for the backward alone (0.10 and 0.11); through jax.vjp the forward would run twice
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    spec: Spec = call.spec
+    none = jnp.zeros(0, call["query"].dtype)
+    causal = fused.MaskType.CAUSAL if spec.band.hi == 0 else fused.MaskType.NO_MASK
+    gradients = fused._dot_product_attention_bwd_p_wrapper.bind(
+        call["query"],
+        call["key"],
+        call["value"],
+        *([none] * 7),  # bias, lengths, offsets and page tables
+        residuals["lse"],
+        residuals["out"],
+        cotangents["out"],
+        scale=spec.scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=causal,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=_window(spec),
+    )
+    return dict(zip(("query", "key", "value"), gradients, strict=True))

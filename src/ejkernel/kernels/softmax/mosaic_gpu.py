@@ -1,0 +1,350 @@
+"""Softmax attention on Hopper through Pallas Mosaic GPU: warp-specialised, pipelined wgmma. Forward.
+
+A program owns `2 * block_q` query rows of one head. Two compute warpgroups hold `block_q` rows each; a third one
+copies key and value blocks into a ring of `stages` shared-memory slots. The compute warpgroups meet at a barrier
+twice per key block and run half a block apart, so that one does its softmax while the other feeds the tensor cores.
+The block schedule gives each program three runs of key blocks: masked, unmasked, masked.
+
+Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2
+(block_q = 64). D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128.
+Shared memory (227 KB): 2*block_q*D*2 bytes of queries (reused for the output) and stages*2*block_k*D*2 of keys and
+values. D64/128/2: 16+64, D128/128/2: 32+128, D256/64/2: 64+128.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
+    COL,
+    LOG2_E,
+    ROW,
+    Logits,
+    Masks,
+    Runs,
+    across,
+    batch_index,
+    eights,
+    fetch,
+    launch,
+    load,
+    masked_block,
+    take_registers,
+    tile_ref,
+    zeros,
+)
+from ejkernel.kernels.softmax.spec import Dimensions, dimensions
+from ejkernel.ops import Call
+from ejkernel.ops.operation import Arrays
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+LN_2 = 0.6931471805599453
+# The running maximum starts here, not at -inf: a masked logit (-inf) minus it is -inf, never inf - inf.
+FLOOR = -1e30
+SMEM_BYTES = 232448
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes. A warpgroup holds 64 rows of queries (forward, dq) or keys (dk/dv) per multiple of 64.
+
+    Attributes:
+        block_q: forward, query rows of one of the two compute warpgroups.
+        block_k: forward, keys of a block.
+        stages: forward, key and value blocks in flight.
+        dq_block_k: keys of a block in the dq kernel.
+        dq_slots: shared-memory slots that keys and values share in the dq kernel.
+        dkv_block_q: queries of a block in the dk/dv kernel.
+        dkv_stages: query blocks in flight in the dk/dv kernel.
+        dkv_split: one warpgroup sums dv, the other dk, over the same 64 keys (for large head dims).
+        semantics: which of Mosaic's two lowerings to use.
+    """
+
+    block_q: int = 64
+    block_k: int = 128
+    stages: int = 2
+    dq_block_k: int = 64
+    dq_slots: int = 4
+    dkv_block_q: int = 64
+    dkv_stages: int = 2
+    dkv_split: bool = False
+    semantics: Literal["warpgroup", "lane"] = "warpgroup"
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k", "dq_block_k", "dkv_block_q"):
+            if (size := getattr(self, name)) < 64 or size % 64:
+                raise ValueError(f"{name}={size} must be a positive multiple of 64")
+        for name, least in (("stages", 2), ("dq_slots", 3), ("dkv_stages", 1)):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name}={count} must be at least {least}")
+        if self.semantics not in ("warpgroup", "lane"):
+            raise ValueError(f"semantics={self.semantics!r} must be 'warpgroup' or 'lane'")
+
+    def shared_bytes(self, head_dim: int) -> dict[str, int]:
+        """Shared memory of each kernel for 16-bit inputs, without barriers and Mosaic's scratch."""
+        row = 2 * head_dim
+        keys = 64 if self.dkv_split else 128
+        exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
+        return {
+            "forward": row * (2 * self.block_q + 2 * self.stages * self.block_k)
+            + 8 * self.block_q
+            + 4 * self.stages * self.block_k,
+            "dq": row * (2 * 128 + self.dq_slots * self.dq_block_k) + 4 * self.dq_slots * self.dq_block_k,
+            "dkv": row * (2 * keys + 2 * self.dkv_stages * self.dkv_block_q)
+            + 4 * 4 * self.dkv_stages * self.dkv_block_q
+            + exchange,
+        }
+
+
+def unsupported(call: Call) -> list[str]:
+    """Why this implementation cannot do the call; empty if it can."""
+    q, k, v = call["query"], call["key"], call["value"]
+    spec, dims = call.spec, dimensions(call)
+    reasons = []
+    if call.target.capability != 90:
+        reasons.append(f"needs a Hopper GPU (sm_90), not {call.target.arch}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"needs bfloat16 or float16 throughout, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if dims.D not in HEAD_DIMS:
+        reasons.append(f"head dim {dims.D} is not one of {HEAD_DIMS}")
+    if dims.Dv != dims.D:
+        reasons.append(f"value head dim {dims.Dv} differs from {dims.D}")
+    if max(dims.B, dims.H) > 65535:
+        reasons.append(f"batch {dims.B} and heads {dims.H} must not pass 65535, a CUDA grid's limit")
+    for name, what in (("bias", "a bias"), ("mask", "a dense mask"), ("pattern", "a block pattern")):
+        if name in call:
+            reasons.append(f"{what} is not implemented")
+    if spec.dropout:
+        reasons.append("dropout is not implemented")
+    if spec.with_argmax:
+        reasons.append("the argmax output is not implemented")
+    if spec.logits_dtype != "float32":
+        reasons.append(f"logits are computed in float32, not {spec.logits_dtype}")
+    if spec.precision not in (None, lax.Precision.DEFAULT):
+        reasons.append(f"precision {spec.precision} is not implemented: one tensor-core pass, f32 accumulation")
+    return reasons
+
+
+def default_config(call: Call) -> Config:
+    """Tiles by head dim; see the budgets above and in mosaic_gpu_bwd."""
+    D = dimensions(call).D
+    if D <= 64:
+        return Config(block_k=128, stages=2, dq_block_k=128, dq_slots=4, dkv_block_q=64, dkv_stages=3)
+    if D <= 128:
+        return Config(block_k=128, stages=2, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=3)
+    slots = 4 if D == 192 else 3
+    return Config(block_k=64, stages=2, dq_block_k=64, dq_slots=slots, dkv_block_q=64, dkv_stages=2, dkv_split=True)
+
+
+def search_space(call: Call) -> list[Config]:
+    """Configs worth timing that fit in shared memory."""
+    D = dimensions(call).D
+    base = default_config(call)
+    found = [base]
+    for block_k in (64, 128, 256):
+        for stages in (2, 3, 4):
+            for dkv_block_q in (64, 128):
+                tiles = {"block_k": block_k, "stages": stages, "dkv_block_q": dkv_block_q}
+                config = Config(**{**vars(base), **tiles})
+                registers = block_k * 3 // 4 + D // 2
+                fits = registers <= 216 and max(config.shared_bytes(D).values()) <= SMEM_BYTES - 2048
+                if fits and config != base:
+                    found.append(config)
+    return found
+
+
+def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    """Output and log-sum-exp; both are all the backward pass keeps."""
+    q, k, v = (eights(call[name]) for name in ("query", "key", "value"))
+    dims = dimensions(call)
+    tile = 2 * config.block_q
+    T_padded = -(-dims.T // tile) * tile
+    runs = Runs.of(call, tile, config.block_k, "q")
+    masks = Masks.of(call, "q") if runs.masked else Masks()
+    kernel = _Forward(dims, config, runs, masks, Logits.of(call), q.dtype)
+    operands = runs.operands() | masks.arrays(call, "q", tile, config.block_k)
+    if "sinks" in call:
+        operands["sinks"] = call["sinks"]
+    out, lse = launch(
+        kernel,
+        config.semantics,
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((dims.B, dims.H, T_padded), jnp.float32),
+        ),
+        scratch=kernel.scratch(),
+        grid=(dims.B, dims.H, T_padded // tile),
+        threads=3,
+        name="softmax_forward",
+    )(q, k, v, operands)
+    outputs = {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
+    return outputs, dict(outputs)
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    """Gradients by array name; see mosaic_gpu_bwd."""
+    from ejkernel.kernels.softmax import mosaic_gpu_bwd
+
+    return mosaic_gpu_bwd.backward(call, residuals, cotangents, config)
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """The forward kernel of one call."""
+
+    dims: Dimensions
+    config: Config
+    runs: Runs
+    masks: Masks
+    logits: Logits
+    dtype: Any
+
+    def scratch(self) -> dict[str, Any]:
+        c, D = self.config, self.dims.D
+        flags = {"v_flag": plgpu.SMEM((c.stages, c.block_k), jnp.float32), "raw": plgpu.Barrier()}
+        return (flags if self.masks.mixed else {}) | {
+            "q_smem": tile_ref((2, c.block_q, D), self.dtype),
+            "k_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
+            "v_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
+            "lse_smem": plgpu.SMEM((2, c.block_q), jnp.float32),
+            "q_ready": plgpu.Barrier(num_barriers=2),
+            "k_ready": plgpu.Barrier(num_barriers=c.stages),
+            "v_ready": plgpu.Barrier(num_barriers=c.stages),
+            "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+            "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+            "turn": plgpu.Barrier(num_arrivals=2),
+        }
+
+    def __call__(self, q_ref, k_ref, v_ref, refs, out_ref, lse_ref, **s: Any) -> None:
+        b, h, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        i = lax.axis_index("tile")
+        if self.runs.constant is None:
+            i = lse_ref.shape[2] // (2 * self.config.block_q) - 1 - i  # under a causal mask the last tile works longest
+        row = self.runs.row(refs, b, h, i)
+
+        @pl.when(warpgroup < 2)
+        def _compute() -> None:
+            take_registers("compute", self.masks)
+            self._compute(q_ref, refs, out_ref, lse_ref, s, (b, h, i), row, warpgroup)
+
+        @pl.when(warpgroup == 2)
+        def _copy() -> None:
+            take_registers("copy", self.masks)
+            self._copy(k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row)
+
+    def _copy(self, k_ref, v_ref, s, b, h_kv, row) -> None:
+        lo, _, _, hi = row
+        block_k, stages = self.config.block_k, self.config.stages
+
+        @pl.loop(0, hi - lo)
+        def _block(n):
+            slot = lax.rem(n, jnp.int32(stages))
+            at = (batch_index(k_ref, b), pl.ds((lo + n) * block_k, block_k), h_kv)
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(s["k_free"].at[slot]))
+            fetch(k_ref.at[at], s["k_smem"].at[slot], s["k_ready"].at[slot])
+            pl.when(n >= stages)(lambda: plgpu.barrier_wait(s["v_free"].at[slot]))
+            scrub = (masked_block(row, lo + n), s["raw"], s["v_flag"].at[slot]) if self.masks.mixed else ()
+            fetch(v_ref.at[at], s["v_smem"].at[slot], s["v_ready"].at[slot], *scrub)
+
+    def _compute(self, q_ref, refs, out_ref, lse_ref, s, program, row, w) -> None:
+        b, h, i = program
+        block_q, D = self.config.block_q, self.dims.D
+        q_smem, turn = s["q_smem"].at[w], s["turn"]
+        start = (2 * i + w) * block_q
+        plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds(start, block_q), h], q_smem, s["q_ready"].at[w])
+        rows = self.masks.rows(refs, b, start, block_q)
+        lo, _, _, hi = row
+        step = self._step(refs, s, q_smem, rows, b, lo, hi)
+        carry = (zeros((block_q, D)), *self._start(refs, b, h))
+
+        def meet() -> None:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        plgpu.barrier_wait(s["q_ready"].at[w])
+        pl.when(hi > lo)(lambda: plgpu.barrier_wait(s["k_ready"].at[0]))
+        # one warpgroup sits out the first half block: from here on they alternate
+        pl.when(w == 1)(meet)
+        acc, m, l = self.runs.loop(row, step, carry)
+        pl.when(w == 0)(meet)
+
+        empty = l == 0.0
+        acc *= across(jnp.where(empty, 0.0, 1.0 / l), acc.shape, 0)
+        q_smem[...] = acc.astype(self.dtype)
+        lse_smem = s["lse_smem"].at[w]
+        lse_smem[...] = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem, out_ref.at[b, pl.ds(start, block_q), h])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, h, pl.ds(start, block_q)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _start(self, refs, b, h) -> tuple[jax.Array, jax.Array]:
+        """Running maximum (base 2) and sum: a head's sinks count once, here."""
+        block_q = self.config.block_q
+        m = plgpu.layout_cast(jnp.full((block_q,), FLOOR, jnp.float32), ROW)
+        if "sinks" not in refs:
+            return m, zeros((block_q,), ROW)
+        sink = refs["sinks"][batch_index(refs["sinks"], b), h] * LOG2_E
+        m = jnp.maximum(m, sink)
+        return m, jnp.exp2(sink - m)
+
+    def _step(self, refs, s, q_smem, rows, b, lo, hi) -> Callable[..., Any]:
+        c, D = self.config, self.dims.D
+        shape = (c.block_q, c.block_k)
+        turn = s["turn"]
+
+        def step(i, carry, *, masked: bool):
+            acc, m, l = carry
+            slot = lax.rem(i - lo, jnp.int32(c.stages))
+
+            def qk(s_ref):
+                plgpu.wgmma(s_ref, q_smem, s["k_smem"].at[slot].T)
+                plgpu.barrier_arrive(turn)
+                keep = self.masks.keep(refs, rows, b, i * c.block_k, shape) if masked else None
+                return s_ref[...], keep
+
+            x, keep = pl.run_scoped(qk, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(s["k_free"].at[slot])
+            plgpu.barrier_wait(turn)  # the other warpgroup has its logits or is done: now it may multiply
+
+            x, factor, _ = self.logits.base2(x)
+            if keep is not None:
+                x = jnp.where(keep, x, -jnp.inf)
+            top = jnp.maximum(m, x.max(axis=1) * factor)
+            decay = jnp.exp2(m - top)
+            p = jnp.exp2(x * factor - across(top, shape, 0))
+            acc *= across(decay, acc.shape, 0)
+            l *= decay
+            scrubbed = masked and self.masks.mixed
+            if scrubbed:
+                plgpu.barrier_wait(s["v_ready"].at[slot])
+                flag = across(load(s["v_flag"].at[slot], COL), shape, 1)
+                p16 = jnp.where(keep, p + flag, 0.0).astype(self.dtype)
+            else:
+                p16 = p.astype(self.dtype)
+            if D <= 128:  # registers allow the row sums before the turn changes; at 256 they would spill
+                l += p.sum(axis=1)
+                acc, l, top, p16 = lax.optimization_barrier((acc, l, top, p16))
+            plgpu.barrier_arrive(turn)
+            if not scrubbed:
+                plgpu.barrier_wait(s["v_ready"].at[slot])
+            plgpu.barrier_wait(turn)
+            if D > 128:
+                l += p.sum(axis=1)
+
+            def pv(acc_ref):
+                plgpu.wgmma(acc_ref, p16, s["v_smem"].at[slot])
+                following = lax.rem(i + 1 - lo, jnp.int32(c.stages))
+                pl.when(i + 1 < hi)(lambda: plgpu.barrier_wait(s["k_ready"].at[following]))
+
+            acc = pl.run_state(pv)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(s["v_free"].at[slot])
+            return acc, top, l
+
+        return step

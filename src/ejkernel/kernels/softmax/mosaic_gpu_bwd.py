@@ -1,0 +1,467 @@
+"""Softmax attention on Hopper through Pallas Mosaic GPU. Backward: dq, then dk and dv, each owned by one program.
+
+No sum crosses programs, so the gradients are the same bits every run. The price is seven matmuls instead of five:
+logits and dp are computed once per kernel. Logits are recomputed in base 2 against the kept log-sum-exp.
+
+dq: 128 queries a program, 64 a warpgroup; keys and values stream through one ring of `dq_slots` slots, in the order
+k0 v0 k1 v1 ..., so that an odd number of slots is of use (D256 has room for three).
+Registers: dq D/2, logits and dp dq_block_k/2 each, ds in 16 bits dq_block_k/4. D64/128: 32+128+32,
+D128/64: 64+64+16, D256/64: 128+64+16. Shared memory: 4*128*D bytes of queries and dout, 2*slots*block*D of the ring.
+D64/128/4: 32+64 KB, D128/64/6: 64+96, D192/64/4: 96+96, D256/64/3: 128+96.
+
+dk/dv: 128 keys a program, 64 a warpgroup, both gradients in its registers: D + dkv_block_q (logits, dp) +
+dkv_block_q/2 (weights and ds in 16 bits). D64/64: 64+64+32, D128/64: 128+64+32. A group's query heads are summed in
+registers. Beyond D128 two gradients of 64 keys do not fit one warpgroup: `dkv_split` gives one warpgroup dv and the
+other dk of the same 64 keys. The first computes the weights and hands them to the second through shared memory; each
+does two of the four matmuls. D256/64: 128+32+16 and 128+32+32+16. Shared memory: keys and values (64 KB at D256),
+two stages of queries and dout (128 KB), two buffers of weights (16 KB).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.softmax.mosaic_gpu import Config
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
+    COL,
+    LOG2_E,
+    ROW,
+    WGMMA,
+    Logits,
+    Masks,
+    Runs,
+    across,
+    batch_index,
+    eights,
+    fetch,
+    launch,
+    load,
+    masked_block,
+    take_registers,
+    tile_ref,
+)
+from ejkernel.kernels.softmax.spec import Dimensions, dimensions
+from ejkernel.ops import Call
+from ejkernel.ops.operation import Arrays
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    """Gradients of query, key, value and sinks."""
+    dims = dimensions(call)
+    q, k, v = (eights(call[name]) for name in ("query", "key", "value"))
+    dout = eights(cotangents["out"].astype(q.dtype))
+    lse = residuals["lse"]
+    delta = jnp.einsum("bthd,bthd->bht", residuals["out"], cotangents["out"], preferred_element_type=jnp.float32)
+    delta -= cotangents["lse"].astype(jnp.float32)
+    tensors = (q, k, v, dout, *_row_statistics(lse, delta, config))
+    gradients = {"query": _dq(call, config, dims, tensors)[:, : dims.T]}
+    dk, dv = _dkv(call, config, dims, tensors)
+    gradients |= {"key": dk[:, : dims.S], "value": dv[:, : dims.S]}
+    if "sinks" in call:
+        gradients["sinks"] = _dsinks(call["sinks"], lse, delta)
+    return gradients
+
+
+def _row_statistics(lse: jax.Array, delta: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Base-2 log-sum-exp and delta (B, H, whole tiles); +inf where a row sees nothing or lies beyond T: weight 0."""
+    padding = ((0, 0), (0, 0), (0, -lse.shape[2] % math.lcm(128, config.dkv_block_q)))
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
+
+
+def _dsinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """A sink takes weight from its row and gives no value: its gradient is minus its weight times delta."""
+    weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks[..., None] - lse))
+    gradient = -(weight * delta).sum(-1)  # (B, H)
+    return gradient if sinks.shape[0] > 1 else gradient.sum(0, keepdims=True)
+
+
+def _dq(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    q = tensors[0]
+    runs = Runs.of(call, 128, config.dq_block_k, "q")
+    masks = Masks.of(call, "q") if runs.masked else Masks()
+    kernel = _QueryGradient(dims, config, runs, masks, Logits.of(call), q.dtype)
+    return launch(
+        kernel,
+        config.semantics,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch=kernel.scratch(),
+        grid=(dims.B, dims.H, -(-dims.T // 128)),
+        threads=3,
+        name="softmax_dq",
+    )(*tensors, runs.operands() | masks.arrays(call, "q", 128, config.dq_block_k))
+
+
+def _dkv(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    k = tensors[1]
+    keys = 64 if config.dkv_split else 128
+    runs = Runs.of(call, config.dkv_block_q, keys, "k")
+    masks = Masks.of(call, "k") if runs.masked else Masks()
+    kind = _SplitKeyGradient if config.dkv_split else _KeyGradient
+    kernel = kind(dims, config, runs, masks, Logits.of(call), k.dtype)
+    return launch(
+        kernel,
+        config.semantics,
+        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)),
+        scratch=kernel.scratch(),
+        grid=(dims.B, dims.Hkv, -(-dims.S // keys)),
+        threads=3,
+        name="softmax_dkv",
+    )(*tensors, runs.operands() | masks.arrays(call, "k", keys, config.dkv_block_q))
+
+
+@dataclass(frozen=True, eq=False)
+class _Gradient:
+    """What the backward kernels of one call have in common."""
+
+    dims: Dimensions
+    config: Config
+    runs: Runs
+    masks: Masks
+    logits: Logits
+    dtype: Any
+
+    def weights(self, s: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Softmax weights of a tile of q.k, and the soft cap's slope."""
+        x, factor, t = self.logits.base2(s)
+        p = jnp.exp2(x * factor - lse)
+        if keep is not None:
+            p = jnp.where(keep, p, 0.0)
+        return p, None if t is None else 1.0 - t * t
+
+
+def _logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
+    ds = p * (dp - delta)
+    if slope is not None:
+        ds *= slope
+    return ds if keep is None else jnp.where(keep, ds, 0.0)  # 0 * (what a masked value holds) may be nan
+
+
+class _QueryGradient(_Gradient):
+    """dq of 128 queries."""
+
+    def scratch(self) -> dict[str, Any]:
+        c, D = self.config, self.dims.D
+        flags = {"k_flag": plgpu.SMEM((c.dq_slots, c.dq_block_k), jnp.float32), "raw": plgpu.Barrier()}
+        return (flags if self.masks.mixed else {}) | {
+            "q_smem": tile_ref((2, 64, D), self.dtype),
+            "do_smem": tile_ref((2, 64, D), self.dtype),
+            "kv_smem": tile_ref((c.dq_slots, c.dq_block_k, D), self.dtype),
+            "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            "ready": plgpu.Barrier(num_barriers=c.dq_slots),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dq_slots),
+        }
+
+    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dq_ref, **s: Any) -> None:
+        b, h, w = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        i = lax.axis_index("tile")
+        if self.runs.constant is None:
+            i = -(-self.dims.T // 128) - 1 - i  # under a causal mask the last tile works longest
+        row = self.runs.row(refs, b, h, i)
+
+        @pl.when(w < 2)
+        def _compute() -> None:
+            take_registers("compute", self.masks)
+            start = i * 128 + w * 64
+            own = pl.ds(start, 64)
+            for source, target in ((q_ref, s["q_smem"]), (do_ref, s["do_smem"])):
+                plgpu.copy_gmem_to_smem(source.at[b, own, h], target.at[w], s["own_ready"].at[w])
+            lse, delta = load(lse_ref.at[b, h, own], ROW), load(delta_ref.at[b, h, own], ROW)
+            rows = self.masks.rows(refs, b, start, 64)
+            plgpu.barrier_wait(s["own_ready"].at[w])
+
+            def sum_up(dq_acc):
+                self.runs.loop(row, self._step(refs, s, dq_acc, (w, b, row[0]), rows, lse, delta), jnp.int32(0))
+                return dq_acc[...]
+
+            dq = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
+            s["q_smem"].at[w][...] = (dq * self.logits.factor).astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s["q_smem"].at[w], dq_ref.at[b, own, h])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(w == 2)
+        def _copy() -> None:
+            take_registers("copy", self.masks)
+            self._copy(k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row)
+
+    def _copy(self, k_ref, v_ref, s, b, h_kv, row) -> None:
+        lo, _, _, hi = row
+        block, slots = self.config.dq_block_k, self.config.dq_slots
+
+        @pl.loop(0, hi - lo)
+        def _block(n):
+            for which, source in enumerate((k_ref, v_ref)):
+                t = 2 * n + which
+                slot = lax.rem(t, jnp.int32(slots))
+                at = (batch_index(source, b), pl.ds((lo + n) * block, block), h_kv)
+                pl.when(t >= slots)(lambda slot=slot: plgpu.barrier_wait(s["free"].at[slot]))
+                scrub = ()
+                if self.masks.mixed and source is k_ref:
+                    scrub = (masked_block(row, lo + n), s["raw"], s["k_flag"].at[slot])
+                fetch(source.at[at], s["kv_smem"].at[slot], s["ready"].at[slot], *scrub)
+
+    def _step(self, refs, s, dq_acc, place, rows, lse, delta) -> Callable[..., Any]:
+        w, b, lo = place
+        block, slots = self.config.dq_block_k, self.config.dq_slots
+        shape = (64, block)
+
+        def step(i, carry, *, masked: bool):
+            t = 2 * (i - lo)
+            k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
+            k_smem, v_smem = s["kv_smem"].at[k_slot], s["kv_smem"].at[v_slot]
+
+            def products(s_acc, dp_acc):
+                plgpu.barrier_wait(s["ready"].at[k_slot])
+                plgpu.wgmma(s_acc, s["q_smem"].at[w], k_smem.T)
+                plgpu.barrier_wait(s["ready"].at[v_slot])
+                plgpu.wgmma(dp_acc, s["do_smem"].at[w], v_smem.T)
+                keep = self.masks.keep(refs, rows, b, i * block, shape) if masked else None
+                x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
+                if masked and self.masks.mixed:
+                    x += across(load(s["k_flag"].at[k_slot], COL), shape, 1)
+                p, slope = self.weights(x, across(lse, shape, 0), keep)
+                dp = dp_acc[...]
+                plgpu.barrier_arrive(s["free"].at[v_slot])
+                return _logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
+
+            ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            plgpu.wgmma(dq_acc, ds, k_smem)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s["free"].at[k_slot])
+            return carry
+
+        return step
+
+
+class _KeyGradients(_Gradient):
+    """The loop over a group's query heads and their query blocks, and the copies that feed it."""
+
+    def _scratch(self, keys: tuple[int, ...]) -> dict[str, Any]:
+        c, D = self.config, self.dims.D
+        flag = plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32)
+        flags = {"q_flag": flag, "do_flag": flag, "raw": plgpu.Barrier()}
+        return (flags if self.masks.mixed else {}) | {
+            "k_smem": tile_ref((*keys, D), self.dtype),
+            "v_smem": tile_ref((*keys, D), self.dtype),
+            "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
+            "do_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
+            "lse_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
+            "delta_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
+            "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+            "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+        }
+
+    def _over_heads(self, refs, b, h_kv, i, visit: Callable[..., Any]) -> None:
+        """visit(head, row, steps so far) -> steps so far, for each query head of the group."""
+        G = self.dims.G
+
+        def one(g, steps):
+            h = h_kv * G + g
+            return visit(h, self.runs.row(refs, b, h, i), steps)
+
+        lax.fori_loop(0, G, one, jnp.int32(0)) if G > 1 else one(0, jnp.int32(0))
+
+    def _copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i) -> None:
+        block, stages = self.config.dkv_block_q, self.config.dkv_stages
+
+        def visit(h, row, steps):
+            lo, _, _, hi = row
+
+            def copy(n, t):
+                slot = lax.rem(t, jnp.int32(stages))
+                rows = pl.ds(n * block, block)
+                pl.when(t >= stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
+                for name, tile, statistic in (("q", q_ref, lse_ref), ("do", do_ref, delta_ref)):
+                    ready = s[f"{name}_ready"].at[slot]
+                    smem = s["lse_smem" if name == "q" else "delta_smem"]
+                    plgpu.copy_gmem_to_smem(statistic.at[b, h, rows], smem.at[slot], ready)
+                    scrub = ()
+                    if self.masks.mixed:
+                        scrub = (masked_block(row, n), s["raw"], s[f"{name}_flag"].at[slot])
+                    fetch(tile.at[b, rows, h], s[f"{name}_smem"].at[slot], ready, *scrub)
+                return t + 1
+
+            return lax.fori_loop(lo, hi, copy, steps)
+
+        self._over_heads(refs, b, h_kv, i, visit)
+
+    def _log_sums(self, s, slot, shape: tuple[int, int], masked: bool) -> jax.Array:
+        """The base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
+        lse = load(s["lse_smem"].at[slot], COL)
+        if masked and self.masks.mixed:
+            lse += load(s["q_flag"].at[slot], COL) + load(s["do_flag"].at[slot], COL)
+        return across(lse, shape, 1)
+
+    def _loop(self, refs, b, h_kv, i, step: Callable[..., Any]) -> None:
+        self._over_heads(refs, b, h_kv, i, lambda h, row, steps: self.runs.loop(row, step, steps))
+
+
+class _KeyGradient(_KeyGradients):
+    """dk and dv of 128 keys, 64 in each compute warpgroup."""
+
+    def scratch(self) -> dict[str, Any]:
+        return self._scratch((2, 64)) | {"own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2)}
+
+    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **s: Any) -> None:
+        b, h_kv, w = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        i = lax.axis_index("tile")
+        D = self.dims.D
+
+        @pl.when(w < 2)
+        def _compute() -> None:
+            take_registers("compute", self.masks)
+            start = i * 128 + w * 64
+            own = (pl.ds(start, 64), h_kv)
+            for source, target in ((k_ref, s["k_smem"]), (v_ref, s["v_smem"])):
+                plgpu.copy_gmem_to_smem(source.at[batch_index(source, b), *own], target.at[w], s["own_ready"].at[w])
+            rows = self.masks.rows(refs, b, start, 64)
+            plgpu.barrier_wait(s["own_ready"].at[w])
+
+            def sum_up(dk_acc, dv_acc):
+                self._loop(refs, b, h_kv, i, self._step(refs, s, dk_acc, dv_acc, w, b, rows))
+                return dk_acc[...], dv_acc[...]
+
+            acc = plgpu.ACC((64, D), jnp.float32)
+            dk, dv = pl.run_scoped(sum_up, acc, acc)
+            s["k_smem"].at[w][...] = (dk * self.logits.factor).astype(self.dtype)
+            s["v_smem"].at[w][...] = dv.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s["k_smem"].at[w], dk_ref.at[b, *own])
+            plgpu.copy_smem_to_gmem(s["v_smem"].at[w], dv_ref.at[b, *own])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(w == 2)
+        def _copy() -> None:
+            take_registers("copy", self.masks)
+            self._copy(q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i)
+
+    def _step(self, refs, s, dk_acc, dv_acc, w, b, rows) -> Callable[..., Any]:
+        block, stages = self.config.dkv_block_q, self.config.dkv_stages
+        shape = (64, block)  # keys by queries
+
+        def step(n, t, *, masked: bool):
+            slot = lax.rem(t, jnp.int32(stages))
+            q_smem, do_smem = s["q_smem"].at[slot], s["do_smem"].at[slot]
+
+            def products(s_acc, dp_acc):
+                plgpu.barrier_wait(s["q_ready"].at[slot])
+                plgpu.wgmma(s_acc, s["k_smem"].at[w], q_smem.T)
+                plgpu.barrier_wait(s["do_ready"].at[slot])
+                plgpu.wgmma(dp_acc, s["v_smem"].at[w], do_smem.T)
+                keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
+                lse = self._log_sums(s, slot, shape, masked)
+                p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse, keep)
+                dp = dp_acc[...]
+                delta = across(load(s["delta_smem"].at[slot], COL), shape, 1)
+                return p.astype(self.dtype), _logits_gradient(p, dp, delta, slope, keep).astype(self.dtype)
+
+            p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            plgpu.wgmma(dv_acc, p, do_smem)
+            plgpu.wgmma(dk_acc, ds, q_smem)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s["free"].at[slot])
+            return t + 1
+
+        return step
+
+
+class _SplitKeyGradient(_KeyGradients):
+    """dk and dv of 64 keys: warpgroup 0 sums dv, warpgroup 1 dk."""
+
+    def scratch(self) -> dict[str, Any]:
+        return self._scratch((64,)) | {
+            "p_smem": tile_ref((2, 64, self.config.dkv_block_q), self.dtype),
+            "p_ready": plgpu.Barrier(num_barriers=2),
+            "p_free": plgpu.Barrier(num_barriers=2),
+            "own_ready": plgpu.Barrier(num_barriers=2),
+        }
+
+    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **s: Any) -> None:
+        b, h_kv, w = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        i = lax.axis_index("tile")
+        own = (pl.ds(i * 64, 64), h_kv)
+
+        def compute(index, source, smem, target, step, factor) -> None:
+            """One gradient: `smem` holds the keys or values only this warpgroup reads, and at the end the result."""
+            take_registers("compute", self.masks)
+            plgpu.copy_gmem_to_smem(source.at[batch_index(source, b), *own], smem, s["own_ready"].at[index])
+            rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {}
+            plgpu.barrier_wait(s["own_ready"].at[index])
+
+            def sum_up(acc):
+                self._loop(refs, b, h_kv, i, step(refs, s, acc, b, rows))
+                return acc[...]
+
+            gradient = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
+            smem[...] = (gradient * factor).astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, target.at[b, *own])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(w == 0)(lambda: compute(0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0))
+        pl.when(w == 1)(lambda: compute(1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor))
+
+        @pl.when(w == 2)
+        def _copy() -> None:
+            take_registers("copy", self.masks)
+            self._copy(q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i)
+
+    def _value_step(self, refs, s, dv_acc, b, rows) -> Callable[..., Any]:
+        block, stages = self.config.dkv_block_q, self.config.dkv_stages
+        shape = (64, block)
+
+        def step(n, t, *, masked: bool):
+            slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
+
+            def product(s_acc):
+                plgpu.barrier_wait(s["q_ready"].at[slot])
+                plgpu.wgmma(s_acc, s["k_smem"], s["q_smem"].at[slot].T)
+                keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
+                plgpu.barrier_wait(s["do_ready"].at[slot])
+                return self.weights(s_acc[...], self._log_sums(s, slot, shape, masked), keep)
+
+            p, slope = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+            pl.when(t >= 2)(lambda: plgpu.barrier_wait(s["p_free"].at[buffer]))
+            s["p_smem"].at[buffer][...] = (p if slope is None else p * slope).astype(self.dtype)
+            plgpu.barrier_arrive(s["p_ready"].at[buffer])
+            plgpu.wgmma(dv_acc, p.astype(self.dtype), s["do_smem"].at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s["free"].at[slot])
+            return t + 1
+
+        return step
+
+    def _key_step(self, refs, s, dk_acc, b, rows) -> Callable[..., Any]:
+        stages = self.config.dkv_stages
+        shape = (64, self.config.dkv_block_q)
+
+        def step(n, t, *, masked: bool):
+            slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
+
+            def product(dp_acc):
+                plgpu.barrier_wait(s["do_ready"].at[slot])
+                plgpu.wgmma(dp_acc, s["v_smem"], s["do_smem"].at[slot].T)
+                plgpu.barrier_wait(s["p_ready"].at[buffer])
+                p = load(s["p_smem"].at[buffer], WGMMA).astype(jnp.float32)
+                plgpu.barrier_arrive(s["p_free"].at[buffer])
+                delta = across(load(s["delta_smem"].at[slot], COL), shape, 1)
+                # a weight of 0 is a masked one: what its value holds does not count
+                return _logits_gradient(p, dp_acc[...], delta, None, p != 0.0 if masked else None).astype(self.dtype)
+
+            ds = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_wait(s["q_ready"].at[slot])
+            plgpu.wgmma(dk_acc, ds, s["q_smem"].at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s["free"].at[slot])
+            return t + 1
+
+        return step

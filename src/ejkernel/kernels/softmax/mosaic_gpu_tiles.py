@@ -1,0 +1,325 @@
+"""What the Mosaic GPU kernels of softmax attention share: schedule rows, element masks, copies, launching."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.softmax import schedule
+from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
+from ejkernel.ops import Call
+
+LOG2_E = 1.4426950408889634
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)
+COL = WGMMA.reduce(0)
+
+# JAX 0.10 wants an index for `load`, JAX 0.11 deprecates it.
+_LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
+
+
+@dataclass(frozen=True)
+class Logits:
+    """From a tile of q.k to logits in base 2."""
+
+    factor: float
+    soft_cap: float | None
+
+    @classmethod
+    def of(cls, call: Call) -> "Logits":
+        return cls(call.spec.scale, call.spec.soft_cap)
+
+    def base2(self, s: jax.Array) -> tuple[jax.Array, float, jax.Array | None]:
+        """x, c and t with base-2 logits x * c, c > 0 (left to the caller's fused multiply-add), t the capped tanh."""
+        if self.soft_cap is not None:
+            # tanh from exp2: the hardware's own tanh is good to 2^-11, which a cap of 50 turns into 2% of a weight
+            t = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * LOG2_E * self.factor / self.soft_cap)) + 1.0)
+            return t, self.soft_cap * LOG2_E, t
+        if self.factor <= 0.0:
+            return s * (self.factor * LOG2_E), 1.0, None
+        return s, self.factor * LOG2_E, None
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The schedule of a kernel: its bounds on the device, or one row of constants, and which runs can exist."""
+
+    bounds: Any
+    constant: tuple[int, ...] | None
+    before: bool
+    inner: bool
+    after: bool
+
+    @classmethod
+    def of(cls, call: Call, block_q: int, block_k: int, side: schedule.Side) -> "Runs":
+        bounds = schedule.plan(call, block_q, block_k, side).bounds  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(bounds, np.ndarray):
+            return cls(bounds, None, True, True, True)
+        lo, full_lo, full_hi, hi = np.moveaxis(bounds, -1, 0)
+        present = bool((full_lo > lo).any()), bool((full_hi > full_lo).any()), bool((hi > full_hi).any())
+        rows = np.unique(bounds.reshape(-1, 4), axis=0)
+        if len(rows) == 1:
+            return cls(None, tuple(int(x) for x in rows[0]), *present)
+        return cls(jnp.asarray(bounds), None, *present)
+
+    @property
+    def masked(self) -> bool:
+        return self.before or self.after
+
+    def operands(self) -> dict[str, jax.Array]:
+        return {} if self.bounds is None else {"bounds": self.bounds}
+
+    def row(self, refs: dict[str, Any], b: Any, h: Any, i: Any) -> tuple[Any, ...]:
+        """Visit from, unmasked from, unmasked to, visit to."""
+        if self.constant is not None:
+            return self.constant
+        ref = refs["bounds"]
+        Bs, Hs, _, _ = ref.shape
+        at = (b if Bs > 1 else 0, h if Hs > 1 else 0, i)
+        return ref[*at, 0], ref[*at, 1], ref[*at, 2], ref[*at, 3]
+
+    def loop(self, row: tuple[Any, ...], step: Callable[..., Any], carry: Any) -> Any:
+        """carry after step(i, carry, masked=...) over all visited blocks in order."""
+        lo, full_lo, full_hi, hi = row
+        for exists, first, last, masked in (
+            (self.before, lo, full_lo, True),
+            (self.inner, full_lo, full_hi, False),
+            (self.after, full_hi, hi, True),
+        ):
+            if exists:
+                carry = lax.fori_loop(first, last, lambda i, c, m=masked: step(i, c, masked=m), carry)
+        return carry
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Element masks of a tile whose rows are one side and whose columns are the other.
+
+    A row sees the columns whose coordinate lies in its interval and whose segment is its own. The coordinate of a
+    column is its index, or its explicit position.
+    """
+
+    lower: bool = False
+    upper: bool = False
+    segments: bool = False
+    positions: bool = False
+    # a tile can hold columns that some of its rows must not see; a ragged tail alone is zeros from the copy engine
+    mixed: bool = False
+
+    @classmethod
+    def of(cls, call: Call, side: schedule.Side) -> "Masks":
+        spec, positions = call.spec, "q_positions" in call
+        # explicit positions leave a ragged tail to the segments, which `arrays` then makes up if there are none
+        segments = positions or "q_segments" in call
+        band = _seen_from(spec.band, side)
+        tail = side == "q" and not segments
+        return cls(
+            band.lo is not None or spec.chunk is not None,
+            band.hi is not None or spec.chunk is not None or tail,
+            segments,
+            positions,
+            segments or spec.chunk is not None or spec.band != Band(),
+        )
+
+    def arrays(self, call: Call, side: schedule.Side, row_tile: int, column_tile: int) -> dict[str, jax.Array]:
+        """What `keep` reads: int32 (B|1, length) each, lengths padded to whole tiles."""
+        dims, found = dimensions(call), {}
+        lengths = (dims.T, dims.S) if side == "q" else (dims.S, dims.T)
+        if self.lower or self.upper:
+            low, high = self._intervals(call, side, dims)
+            found["row_low"], found["row_high"] = (_padded(x, row_tile, 0) for x in (low, high))
+        if self.segments:
+            # padding never matches: -2 on the rows, -1 on the columns
+            for name, axis, tile, none in (("row", 0, row_tile, -2), ("column", 1, column_tile, -1)):
+                ids = call.get("q_segments" if (side == "q") == (axis == 0) else "kv_segments")
+                ids = jnp.zeros((1, lengths[axis]), jnp.int32) if ids is None else ids
+                found[f"{name}_segments"] = _padded(jnp.where(ids < 0, none, ids), tile, none)
+        if self.positions:
+            found["column_positions"] = _padded(call["kv_positions" if side == "q" else "q_positions"], column_tile, 0)
+        return found
+
+    def _intervals(self, call: Call, side: schedule.Side, dims: Dimensions) -> tuple[jax.Array, jax.Array]:
+        """First and last column coordinate each row sees, (B|1, rows)."""
+        band, chunk, offset = _seen_from(call.spec.band, side), call.spec.chunk, dims.S - dims.T
+        if self.positions:
+            at, shift, last = call["q_positions" if side == "q" else "kv_positions"], 0, 2**31 - 1
+        elif side == "q":
+            at, shift, last = jnp.arange(dims.T, dtype=jnp.int32)[None] + offset, 0, dims.S - 1
+        else:
+            at, shift, last = jnp.arange(dims.S, dtype=jnp.int32)[None], offset, 2**30
+        low, high = jnp.full_like(at, -(2**30)), jnp.full_like(at, 2**30)
+        if band.lo is not None:
+            low = jnp.maximum(low, at + band.lo)
+        if band.hi is not None:
+            high = jnp.minimum(high, at + band.hi)
+        if chunk is not None:
+            low, high = jnp.maximum(low, at // chunk * chunk), jnp.minimum(high, at // chunk * chunk + chunk - 1)
+        return low - shift, jnp.minimum(high - shift, last)
+
+    def rows(self, refs: dict[str, Any], b: Any, start: Any, size: int) -> dict[str, jax.Array]:
+        """The row vectors of a tile, loaded once."""
+        names = ["row_low"] * self.lower + ["row_high"] * self.upper + ["row_segments"] * self.segments
+        return {name: load(refs[name].at[batch_index(refs[name], b), pl.ds(start, size)], ROW) for name in names}
+
+    def keep(self, refs: dict[str, Any], rows: dict[str, jax.Array], b: Any, start: Any, shape: tuple[int, int]) -> Any:
+        """Which elements of the tile whose columns begin at `start` count; None if all do."""
+
+        def column(name: str) -> jax.Array:
+            ref = refs[name]
+            return across(load(ref.at[batch_index(ref, b), pl.ds(start, shape[1])], COL), shape, 1)
+
+        conditions = []
+        if self.lower or self.upper:
+            if self.positions:
+                at, origin = column("column_positions"), 0
+            else:
+                at, origin = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA), start
+            if self.lower:
+                conditions.append(at >= across(rows["row_low"] - origin, shape, 0))
+            if self.upper:
+                conditions.append(at <= across(rows["row_high"] - origin, shape, 0))
+        if self.segments:
+            conditions.append(across(rows["row_segments"], shape, 0) == column("column_segments"))
+        keep = None
+        for condition in conditions:
+            keep = condition if keep is None else keep & condition
+        return keep
+
+
+def _seen_from(band: Band, side: schedule.Side) -> Band:
+    """The band on column position minus row position."""
+    if side == "q":
+        return band
+    return Band(None if band.hi is None else -band.hi, None if band.lo is None else -band.lo)
+
+
+def _padded(x: jax.Array, tile: int, value: int) -> jax.Array:
+    x = x.astype(jnp.int32)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile)), constant_values=value)
+
+
+def eights(x: jax.Array) -> jax.Array:
+    """x (B, length, ...) with its length grown to a multiple of 8, which Mosaic's tiled copies want."""
+    missing = -x.shape[1] % 8
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def batch_index(ref: Any, b: Any) -> Any:
+    """Batch index into an array whose batch may be broadcast."""
+    return b if ref.shape[0] > 1 else 0
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """A vector from global or shared memory, each thread the values its part of a tile needs."""
+    return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
+
+
+def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """A row (axis 0) or column (axis 1) vector spread over a tile."""
+    return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def take_registers(role: Literal["compute", "copy"], masks: Masks) -> None:
+    """Share the register file between two compute warpgroups and one that copies; scrubbing needs more than copying.
+
+    A thread's share of three warpgroups is 168: 2 * 232 + 40 and 2 * 224 + 56 are both 3 * 168.
+    """
+    compute, copy = (224, 56) if masks.mixed else (232, 40)
+    if role == "compute":
+        plgpu.set_max_registers(compute, action="increase")
+    else:
+        plgpu.set_max_registers(copy, action="decrease")
+
+
+def masked_block(row: tuple[Any, ...], i: Any) -> jax.Array:
+    """Whether block i of a schedule row lies outside the unmasked run."""
+    _, full_lo, full_hi, _ = row
+    return jnp.logical_or(i < full_lo, i >= full_hi)
+
+
+def fetch(source: Any, target: Any, ready: Any, masked: Any = None, raw: Any = None, flag: Any = None) -> None:
+    """Copy a tile that is about to be summed over its rows; in a masked block, scrub it before anyone reads it."""
+    if flag is None:
+        plgpu.copy_gmem_to_smem(source, target, ready)
+        return
+
+    @pl.when(jnp.logical_not(masked))
+    def _plain() -> None:
+        plgpu.copy_gmem_to_smem(source, target, ready)
+
+    @pl.when(masked)
+    def _scrubbed() -> None:
+        plgpu.copy_gmem_to_smem(source, target, raw)
+        plgpu.barrier_wait(raw)
+        _scrub(target, flag)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready)
+
+
+def _scrub(tile: Any, flag: Any) -> None:
+    """Zero what is not finite in a tile, and set its rows' flags: nan there, else 0.
+
+    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. A row that may see it
+    gets its nan back by the flag, which is added to its weights (or their logits) before they are masked.
+    """
+    rows, D = tile.shape
+    width = 64 if D % 64 == 0 else 32
+    for r in range(0, rows, 64):
+        total = zeros((64,), ROW)
+        for column in range(0, D, width):
+            part = tile.at[pl.ds(r, 64), pl.ds(column, width)]
+            x = load(part, WGMMA)
+            nought = x.astype(jnp.float32) * 0.0  # nan for nan and infinities
+            total += nought.sum(axis=1)
+            part[...] = jnp.where(nought == 0.0, x, jnp.zeros_like(x))
+        flag.at[pl.ds(r, 64)][...] = total
+
+
+def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def tile_ref(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for 16-bit tiles, in the swizzle wgmma and the copy engine read."""
+    swizzle = 128 if shape[-1] % 64 == 0 else 64
+    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def launch(
+    body: Callable[..., None],
+    semantics: str,
+    *,
+    out_type: Any,
+    scratch: dict[str, Any],
+    grid: tuple[int, int, int],
+    threads: int,
+    name: str,
+) -> Callable[..., Any]:
+    """A kernel over (batch, head, tile), the tile fastest."""
+    lowering = plgpu.LoweringSemantics.Lane if semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
+    names = list(scratch)
+
+    def entry(*refs: Any) -> None:
+        body(*refs[: -len(names)], **dict(zip(names, refs[-len(names) :], strict=True)))
+
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        scratch_types=list(scratch.values()),
+        grid=grid,
+        grid_names=("batch", "head", "tile"),
+        num_threads=threads,
+        thread_name="warpgroup",
+        # no reduction crosses warps here, so none needs Mosaic's scratch: D256 has no shared memory to spare
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=lowering, reduction_scratch_bytes=0),
+        kernel_name=name,
+    )

@@ -1,0 +1,106 @@
+"""The operations built on the softmax family, and where their implementations live."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.softmax.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
+from ejkernel.ops import Call, Operation
+from ejkernel.types import BlockPattern, MaskInfo
+
+IMPLEMENTATIONS = {
+    "xla": "ejkernel.kernels.softmax.xla",
+    "triton": "ejkernel.kernels.softmax.triton",
+    "cudnn": "ejkernel.kernels.softmax.cudnn",
+}
+
+
+def bucket(call: Call) -> str:
+    """The shape bucket of a call: sizes rounded up to powers of two, and what changes the work."""
+    dims = dimensions(call)
+    sizes = "-".join(f"{name}{_power_of_two(size)}" for name, size in zip("BTSHKDV", dims, strict=True))
+    band = call.spec.band
+    kind = "full" if band.lo is None and band.hi is None else "causal" if band.lo is None else "window"
+    extras = [name for name in ("q_segments", "mask", "pattern", "bias") if name in call]
+    return "-".join([sizes, call["query"].dtype.name, kind, *extras])
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _struct_call(*, T: int = 128, S: int = 128, H: int = 2, Hkv: int = 2, D: int = 64, Dv: int | None = None, **options):
+    """A canonical call on shapes alone."""
+    dtype = options.pop("dtype", "bfloat16")
+    shapes = [(2, T, H, D), (2, S, Hkv, D), (2, S, Hkv, Dv or D)]
+    found: list[Call] = []
+
+    def build(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+        made = {name: option() if callable(option) else option for name, option in options.items()}
+        call = canonicalise(q, k, v, **made)
+        structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
+        found.append(Call(call.spec, structs))  # pyright: ignore[reportArgumentType]
+
+    jax.eval_shape(build, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    return found[0]
+
+
+def _ids(length: int) -> jax.Array:
+    return jnp.zeros((2, length), jnp.int32)
+
+
+def probes() -> dict[str, Call]:
+    """One small call per feature."""
+    lengths = partial(MaskInfo.from_lengths, jnp.array([100, 128]), q_len=128)
+    return {
+        "plain": _struct_call(),
+        "causal": _struct_call(causal=True),
+        "causal, T != S": _struct_call(S=256, causal=True),
+        "sliding window": _struct_call(causal=True, sliding_window=32),
+        "two-sided window": _struct_call(sliding_window=(16, 48)),
+        "chunks": _struct_call(mask_info=lambda: MaskInfo(q_len=128, kv_len=128).apply_chunked(32)),
+        "segments": _struct_call(mask_info=lambda: MaskInfo.from_segments(_ids(128))),
+        "explicit positions": _struct_call(
+            mask_info=lambda: MaskInfo.from_segments(_ids(128), None, _ids(128), _ids(128)), causal=True
+        ),
+        "lengths": _struct_call(mask_info=lengths),
+        "dense mask": _struct_call(mask_info=lambda: MaskInfo.from_attention_mask(jnp.ones((2, 1, 128, 128), bool))),
+        "block pattern": _struct_call(
+            mask_info=lambda: MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(2, 1, block_size=64), q_len=128)
+        ),
+        "bias": _struct_call(bias=lambda: jnp.zeros((1, 2, 128, 128))),
+        "sinks": _struct_call(softmax_aux=lambda: jnp.zeros(2)),
+        "soft cap": _struct_call(logits_soft_cap=30.0),
+        "dropout": _struct_call(dropout_prob=0.1, dropout_seed=0),
+        "unnormalised output": _struct_call(normalize_output=False),
+        "GQA": _struct_call(H=8),
+        "lengths that divide nothing": _struct_call(T=129, S=1001),
+        "head_dim 256": _struct_call(D=256),
+        "head_dim 40": _struct_call(D=40),
+        "Dv != D": _struct_call(Dv=32),
+        "float16": _struct_call(dtype="float16"),
+        "float32": _struct_call(dtype="float32"),
+        "logits_dtype bfloat16": _struct_call(logits_dtype=jnp.bfloat16),
+    }
+
+
+_family = partial(Operation, arrays=ARRAYS, outputs=OUTPUTS, bucket=bucket, probes=probes)
+
+FLASH_ATTENTION = _family(
+    name="flash_attention",
+    implementations=IMPLEMENTATIONS,
+    preference={"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("xla",)},
+)
+
+BLOCKSPARSE_ATTENTION = _family(
+    name="blocksparse_attention",
+    implementations=IMPLEMENTATIONS,
+    preference=FLASH_ATTENTION.preference,
+)
+
+SCALED_DOT_PRODUCT_ATTENTION = _family(
+    name="scaled_dot_product_attention",
+    implementations=IMPLEMENTATIONS,
+    preference={"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("xla",)},
+)

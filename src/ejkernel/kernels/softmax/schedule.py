@@ -1,0 +1,303 @@
+"""The block schedule: for each block of one side, which blocks of the other to visit, and which need a mask.
+
+Every platform reads the same schedule, so a mask is written once. Work is proportional to the blocks visited.
+A schedule has one of two forms, by what the mask can promise:
+
+- `Ranges`: the visited blocks are one run, and inside it one run needs no element mask. Causal, window and chunk
+  masks give them in closed form, as constants of the traced program; segments, lengths and positions give them on
+  the device, from the smallest and largest id and position in each block.
+- `Lists`: the visited blocks are listed one by one, those that need no mask first. Block patterns and dense masks.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
+from ejkernel.ops import Call
+
+Side = Literal["q", "k"]
+
+_FAR = np.int32(2**30)
+
+
+class Ranges(NamedTuple):
+    """`bounds` int32 (B|1, H|1, n, 4): visit from, unmasked from, unmasked to, visit to (exclusive)."""
+
+    bounds: Any
+
+    def counts(self, b: Any, h: Any, i: Any) -> tuple[Any, Any]:
+        """How many visited blocks of row i need no mask, and how many there are in all."""
+        lo, full_lo, full_hi, hi = self._row(b, h, i)
+        return full_hi - full_lo, hi - lo
+
+    def block(self, b: Any, h: Any, i: Any, n: Any) -> Any:
+        """The n-th block row i visits, unmasked ones first."""
+        lo, full_lo, full_hi, _ = self._row(b, h, i)
+        masked = lo + n - (full_hi - full_lo)
+        after = masked + (full_hi - full_lo)
+        return jnp.where(n < full_hi - full_lo, full_lo + n, jnp.where(masked < full_lo, masked, after))
+
+    def _row(self, b: Any, h: Any, i: Any) -> Any:
+        Bs, Hs, _, _ = self.bounds.shape
+        row = jnp.asarray(self.bounds)[b if Bs > 1 else 0, h if Hs > 1 else 0, i]
+        return row[0], row[1], row[2], row[3]
+
+
+class Lists(NamedTuple):
+    """`number` int32 (B|1, H|1, n, 2): unmasked and all; `index` int32 (B|1, H|1, n, m): unmasked blocks first."""
+
+    number: Any
+    index: Any
+
+    def counts(self, b: Any, h: Any, i: Any) -> tuple[Any, Any]:
+        Bs, Hs, _, _ = self.number.shape
+        row = self.number[b if Bs > 1 else 0, h if Hs > 1 else 0, i]
+        return row[0], row[1]
+
+    def block(self, b: Any, h: Any, i: Any, n: Any) -> Any:
+        Bs, Hs, _, _ = self.index.shape
+        return self.index[b if Bs > 1 else 0, h if Hs > 1 else 0, i, n]
+
+
+Schedule = Ranges | Lists
+
+
+def plan(call: Call, block_q: int, block_k: int, side: Side) -> Schedule:
+    """The schedule of a call: one row per query block (`side="q"`) or per key block (`side="k"`)."""
+    dims = dimensions(call)
+    ranges = _closed_ranges(call, dims, block_q, block_k, side)
+    if "pattern" in call or "mask" in call:
+        return _lists(call, dims, ranges, block_q, block_k, side)
+    if "q_segments" in call or "q_positions" in call:
+        some, every = _interval_maps(call, dims, block_q, block_k)
+        return Ranges(_intersect(ranges, _runs(*_oriented(some, every, side))))
+    return Ranges(ranges)
+
+
+def visited_fraction(call: Call, block_q: int, block_k: int) -> float:
+    """Visited blocks over all blocks, for a schedule whose arrays are concrete."""
+    schedule = plan(call, block_q, block_k, "q")
+    dims = dimensions(call)
+    table = np.asarray(schedule.bounds if isinstance(schedule, Ranges) else schedule.number)
+    visits = table[..., 3] - table[..., 0] if isinstance(schedule, Ranges) else table[..., 1]
+    return float(visits.mean()) / -(-dims.S // block_k)
+
+
+# Closed form ------------------------------------------------------------------------------------------------
+
+
+def _closed_ranges(call: Call, dims: Dimensions, block_q: int, block_k: int, side: Side) -> np.ndarray:
+    """Ranges (1, 1, n, 4) from raw indices: the ragged tail, and band and chunk unless explicit positions decide."""
+    spec: Spec = call.spec
+    offset = dims.S - dims.T
+    if side == "q":
+        rows, columns, size, band = _blocks(dims.T, block_q, offset), (0, dims.S - 1), block_k, spec.band
+    else:
+        rows, columns, size = _blocks(dims.S, block_k, 0), (offset, offset + dims.T - 1), block_q
+        band = Band(_negated(spec.band.hi), _negated(spec.band.lo))
+    first, last = rows
+    some = [np.full_like(first, columns[0]), np.full_like(first, columns[1])]
+    every = [some[0].copy(), some[1].copy()]
+    if "q_positions" not in call:
+        _narrow(some, every, *_band_intervals(first, last, band))
+        if spec.chunk is not None:
+            _narrow(some, every, *_chunk_intervals(first, last, spec.chunk))
+    return _block_units(some, every, columns, size)[None, None]
+
+
+def _negated(bound: int | None) -> int | None:
+    return None if bound is None else -bound
+
+
+def _blocks(length: int, block: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last position of each block."""
+    first = np.arange(0, length, block, dtype=np.int64)
+    return first + offset, np.minimum(first + block, length) - 1 + offset
+
+
+def _band_intervals(first: np.ndarray, last: np.ndarray, band: Band):
+    """What some, and what every, position of a block sees: inclusive intervals."""
+    far = np.full_like(first, _FAR)
+    lo, hi = band.lo, band.hi
+    some = (-far if lo is None else first + lo, far if hi is None else last + hi)
+    every = (-far if lo is None else last + lo, far if hi is None else first + hi)
+    return some, every
+
+
+def _chunk_intervals(first: np.ndarray, last: np.ndarray, chunk: int):
+    some = (first // chunk * chunk, last // chunk * chunk + chunk - 1)
+    one = first // chunk == last // chunk
+    return some, (some[0], np.where(one, some[1], some[0] - 1))
+
+
+def _narrow(some: list[np.ndarray], every: list[np.ndarray], some_more: Any, every_more: Any) -> None:
+    for interval, more in ((some, some_more), (every, every_more)):
+        interval[0], interval[1] = np.maximum(interval[0], more[0]), np.minimum(interval[1], more[1])
+
+
+def _block_units(some: list[np.ndarray], every: list[np.ndarray], columns: tuple[int, int], size: int) -> np.ndarray:
+    """Inclusive position intervals to half-open block ranges (n, 4); a ragged last block is never unmasked."""
+    origin = columns[0]
+    length = columns[1] - origin + 1
+    lo = (some[0] - origin) // size
+    hi = np.where(some[1] < some[0], lo, (some[1] - origin) // size + 1)
+    full_lo = -((origin - every[0]) // size)
+    full_hi = np.minimum((every[1] - origin + 1) // size, length // size)
+    full_lo = np.clip(full_lo, lo, hi)
+    full_hi = np.clip(full_hi, full_lo, hi)
+    return np.stack([lo, full_lo, full_hi, hi], axis=-1).astype(np.int32)
+
+
+# On the device ----------------------------------------------------------------------------------------------
+
+
+class _Extent(NamedTuple):
+    """Smallest and largest value in each block, over the entries that count; whether all of them count."""
+
+    low: jax.Array  # (B|1, n)
+    high: jax.Array
+    whole: jax.Array
+
+
+def _extents(values: jax.Array, valid: jax.Array | None, block: int) -> _Extent:
+    rows, length = values.shape
+    padding = ((0, 0), (0, -length % block))
+    valid = jnp.ones((1, length), bool) if valid is None else valid
+    valid = jnp.pad(jnp.broadcast_to(valid, values.shape), padding)
+    low = jnp.where(valid, jnp.pad(values, padding), _FAR).reshape(rows, -1, block).min(-1)
+    high = jnp.where(valid, jnp.pad(values, padding), -_FAR).reshape(rows, -1, block).max(-1)
+    return _Extent(low, high, valid.reshape(rows, -1, block).all(-1))
+
+
+def _interval_maps(call: Call, dims: Dimensions, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
+    """Block maps (B|1, nq, nk) from segments and explicit positions: may a pair be visible, are all pairs?"""
+    q_ids, k_ids = call.get("q_segments"), call.get("kv_segments")
+    q_valid, k_valid = (None, None) if q_ids is None else (q_ids >= 0, k_ids >= 0)
+    some = every = jnp.ones((1, 1, 1), bool)
+    if q_ids is not None:
+        q, k = _across(_extents(q_ids, q_valid, block_q), _extents(k_ids, k_valid, block_k))
+        some = (q.low <= k.high) & (k.low <= q.high)
+        every = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & q.whole & k.whole
+    if "q_positions" in call:
+        q, k = _across(
+            _extents(call["q_positions"], q_valid, block_q), _extents(call["kv_positions"], k_valid, block_k)
+        )
+        visible, covered = _position_maps(call.spec, q, k)
+        # a block with no entry that counts has low > high: it is never visited
+        some &= visible & (q.low <= q.high) & (k.low <= k.high)
+        every &= covered & q.whole & k.whole
+    return some, every
+
+
+def _across(q: _Extent, k: _Extent) -> tuple[_Extent, _Extent]:
+    return _Extent(*(x[:, :, None] for x in q)), _Extent(*(x[:, None, :] for x in k))
+
+
+def _position_maps(spec: Spec, q: _Extent, k: _Extent) -> tuple[jax.Array, jax.Array]:
+    some = every = jnp.ones((1, 1, 1), bool)
+    if spec.band.lo is not None:
+        some, every = some & (k.high - q.low >= spec.band.lo), every & (k.low - q.high >= spec.band.lo)
+    if spec.band.hi is not None:
+        some, every = some & (k.low - q.high <= spec.band.hi), every & (k.high - q.low <= spec.band.hi)
+    if spec.chunk is not None:
+        c = spec.chunk
+        some &= (q.low // c <= k.high // c) & (k.low // c <= q.high // c)
+        every &= (q.low // c == q.high // c) & (k.low // c == k.high // c) & (q.low // c == k.low // c)
+    return some, every
+
+
+def _oriented(some: jax.Array, every: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
+    return (some, every) if side == "q" else (some.swapaxes(-1, -2), every.swapaxes(-1, -2))
+
+
+def _runs(some: jax.Array, every: jax.Array) -> jax.Array:
+    """Maps (B|1, n, m) to bounds (B|1, 1, n, 4): the hull of the visible blocks, the first run of unmasked ones."""
+    m = some.shape[-1]
+    at = jnp.arange(m, dtype=jnp.int32)
+    lo = jnp.where(some, at, m).min(-1)
+    hi = jnp.where(some, at + 1, 0).max(-1)
+    full_lo = jnp.where(every & some, at, m).min(-1)
+    full_hi = jnp.where(~(every & some) & (at >= full_lo[..., None]), at, m).min(-1)
+    return jnp.stack([lo, full_lo, full_hi, jnp.maximum(hi, lo)], axis=-1)[:, None].astype(jnp.int32)
+
+
+def _intersect(a: Any, b: Any) -> jax.Array:
+    """Bounds that both allow; an empty result is an empty range, never a negative one."""
+    lo, hi = jnp.maximum(a[..., 0], b[..., 0]), jnp.minimum(a[..., 3], b[..., 3])
+    hi = jnp.maximum(hi, lo)
+    full_lo = jnp.clip(jnp.maximum(a[..., 1], b[..., 1]), lo, hi)
+    full_hi = jnp.clip(jnp.minimum(a[..., 2], b[..., 2]), full_lo, hi)
+    return jnp.stack([lo, full_lo, full_hi, hi], axis=-1).astype(jnp.int32)
+
+
+# Lists ------------------------------------------------------------------------------------------------------
+
+
+def _lists(call: Call, dims: Dimensions, ranges: np.ndarray, block_q: int, block_k: int, side: Side) -> Lists:
+    some, every = _range_maps(ranges, dims, block_q, block_k, side)
+    if "q_segments" in call or "q_positions" in call:
+        maps = _oriented(*(x[:, None] for x in _interval_maps(call, dims, block_q, block_k)), side)
+        some, every = some & maps[0], every & maps[1]
+    for name in ("pattern", "mask"):
+        if name in call:
+            elements = _expanded(call, name, dims)
+            maps = _oriented(*_reduced(elements, dims, block_q, block_k), side)
+            some, every = some & maps[0], every & maps[1]
+    return _compact(some, some & every)
+
+
+def _range_maps(ranges: np.ndarray, dims: Dimensions, block_q: int, block_k: int, side: Side):
+    m = -(-dims.S // block_k) if side == "q" else -(-dims.T // block_q)
+    at = np.arange(m)
+    lo, full_lo, full_hi, hi = np.moveaxis(ranges, -1, 0)[..., None]
+    return jnp.asarray((lo <= at) & (at < hi)), jnp.asarray((full_lo <= at) & (at < full_hi))
+
+
+class _Cells(NamedTuple):
+    """A boolean grid (B|1, H|1, rows, columns) whose cells cover `height` queries and `width` keys each."""
+
+    grid: jax.Array
+    height: int
+    width: int
+
+
+def _expanded(call: Call, name: str, dims: Dimensions) -> _Cells:
+    grid = call[name]
+    if name == "pattern":
+        return _Cells(grid, *call.spec.pattern_block)
+    return _Cells(grid, 1 if grid.shape[2] > 1 else dims.T, 1 if grid.shape[3] > 1 else dims.S)
+
+
+def _reduced(cells: _Cells, dims: Dimensions, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
+    """Whether any, and whether every, cell that a tile touches is set: (B|1, H|1, nq, nk) each."""
+    some, every = cells.grid, cells.grid
+    for axis, size, block, length in ((2, cells.height, block_q, dims.T), (3, cells.width, block_k, dims.S)):
+        some = _grouped(some, size, block, length, axis)
+        every = ~_grouped(~every, size, block, length, axis)
+    return some, every
+
+
+def _grouped(x: jax.Array, size: int, block: int, length: int, axis: int) -> jax.Array:
+    """Whether any cell of x (each `size` long) that touches a block is set, along one axis."""
+    starts = np.arange(0, length, block)
+    if block % size == 0:
+        cells = [(0, 0)] * x.ndim
+        cells[axis] = (0, len(starts) * (block // size) - x.shape[axis])
+        shape = (*x.shape[:axis], len(starts), block // size, *x.shape[axis + 1 :])
+        return jnp.pad(x, cells).reshape(shape).any(axis + 1)
+    first, last = starts // size, (np.minimum(starts + block, length) - 1) // size
+    touched = jnp.zeros((*x.shape[:axis], len(starts), *x.shape[axis + 1 :]), bool)
+    for step in range(int((last - first).max()) + 1):
+        touched |= jnp.take(x, np.minimum(first + step, last), axis=axis)
+    return touched
+
+
+def _compact(some: jax.Array, every: jax.Array) -> Lists:
+    """Maps (B|1, H|1, n, m) to lists: a stable sort by (unmasked, masked, not visited)."""
+    rank = jnp.where(every, 0, jnp.where(some, 1, 2)).astype(jnp.int32)
+    index = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
+    number = jnp.stack([every.sum(-1), some.sum(-1)], axis=-1).astype(jnp.int32)
+    return Lists(number, index)

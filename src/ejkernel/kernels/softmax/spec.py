@@ -1,0 +1,430 @@
+"""The canonical call of softmax attention: every check and every default is here."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.common.dropout import head_seeds
+from ejkernel.ops import Call, Dims, Shards
+from ejkernel.ops.checks import check_rows
+from ejkernel.types import MaskInfo
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+ARRAYS = {
+    "query": Dims("B T H D", grad=True),
+    "key": Dims("B S Hkv D", grad=True),
+    "value": Dims("B S Hkv Dv", grad=True),
+    "bias": Dims("B H T S", grad=True),
+    "sinks": Dims("B H", grad=True),
+    "q_segments": Dims("B T"),
+    "kv_segments": Dims("B S"),
+    "q_positions": Dims("B T"),
+    "kv_positions": Dims("B S"),
+    "mask": Dims("B H T S"),
+    "pattern": Dims("B H Tb Sb"),
+    "dropout_seeds": Dims("B H"),
+}
+
+OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "argmax": "B H T"}
+
+
+class Band(NamedTuple):
+    """Keep keys with `lo <= key position - query position <= hi`; None is unbounded."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    def __and__(self, other: "Band") -> "Band":  # pyright: ignore[reportIncompatibleMethodOverride]
+        los = [x for x in (self.lo, other.lo) if x is not None]
+        his = [x for x in (self.hi, other.hi) if x is not None]
+        return Band(max(los, default=None), min(his, default=None))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The static facts of a call. Arrays, and so all lengths, are in `Call.arrays`."""
+
+    scale: float
+    band: Band = Band()
+    chunk: int | None = None
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    logits_dtype: str = "float32"
+    precision: Any = None
+    pattern_block: tuple[int, int] | None = None
+    with_argmax: bool = False
+    with_lse: bool = False
+    packed: bool = False
+
+
+class Dimensions(NamedTuple):
+    """The sizes of a call, by their letters."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+
+    @property
+    def G(self) -> int:
+        return self.H // self.Hkv
+
+
+def dimensions(call: Call) -> Dimensions:
+    B, T, H, D = call["query"].shape
+    _, S, Hkv, Dv = call["value"].shape
+    return Dimensions(B, T, S, H, Hkv, D, Dv)
+
+
+def canonicalise(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    softmax_aux: Any = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    softmax_scale: Any = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    causal: bool = False,
+    sliding_window: Any = None,
+    logits_soft_cap: Any = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: Any = jnp.float32,
+    return_lse: bool = False,
+) -> Call:
+    """Check everything about a call and bring it to its one canonical form."""
+    query, key, value = _floats("query", query), _floats("key", key), _floats("value", value)
+    packed = query.ndim == 3
+    if packed:
+        query, key, value = _packed(query, key, value, cum_seqlens_q)
+    dims = _check_shapes(query, key, value)
+    mask = _combined_mask(dims, mask_info, cum_seqlens_q, cum_seqlens_k)
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+    arrays["bias"] = _bias(bias, dims)
+    arrays["sinks"] = _sinks(softmax_aux, dims)
+    arrays |= _mask_arrays(mask)
+    dropout = _number("dropout_prob", dropout_prob)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout_prob={dropout_prob} must be at least 0 and below 1")
+    if dropout > 0.0:
+        arrays["dropout_seeds"] = head_seeds(_seed(dropout_seed, dropout), dims.B, dims.H)
+    spec = Spec(
+        scale=dims.D**-0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale),
+        band=Band(*mask.band) & Band(None, 0 if _flag("causal", causal) else None) & window_band(sliding_window),
+        chunk=mask.chunk,
+        soft_cap=_soft_cap(logits_soft_cap),
+        dropout=dropout,
+        logits_dtype=_logits_dtype(logits_dtype),
+        precision=_precision(precision),
+        pattern_block=None if mask.pattern is None else mask.pattern.block_shape,
+        with_argmax=not _flag("normalize_output", normalize_output),
+        with_lse=_flag("return_lse", return_lse),
+        packed=packed,
+    )
+    return Call(spec, {name: x for name, x in arrays.items() if x is not None})
+
+
+# q, k, v ----------------------------------------------------------------------------------------------------
+
+
+def _floats(name: str, x: Any) -> jax.Array:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if str(dtype) not in FLOATS:
+        raise TypeError(f"{name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+    return jnp.asarray(x)
+
+
+_LAYOUT = "the layout is (batch, length, heads, head_dim)"
+
+
+def _packed(query: jax.Array, key: jax.Array, value: jax.Array, cum_seqlens_q: Any):
+    if cum_seqlens_q is None:
+        raise ValueError(f"query {query.shape} has 3 dimensions: packed tokens need cum_seqlens_q; else {_LAYOUT}")
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != 3:
+            raise ValueError(f"query {query.shape} is packed, so {name} must be (tokens, heads, dim), got {x.shape}")
+    return query[None], key[None], value[None]
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensions:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}; {_LAYOUT}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
+    B, T, H, D = query.shape
+    if key.shape[0] != B or value.shape[0] != B:
+        raise ValueError(f"batch sizes differ: query {query.shape}, key {key.shape}, value {value.shape}; {_LAYOUT}")
+    _, S, Hkv, _ = key.shape
+    if key.shape[3] != D:
+        raise ValueError(f"head_dim of key {key.shape} must be that of query {query.shape}: {D}")
+    if value.shape[1:3] != (S, Hkv):
+        raise ValueError(
+            f"value {value.shape} must have the length and heads of key {key.shape}: {(S, Hkv)}; {_LAYOUT}"
+        )
+    if H % Hkv:
+        swapped = f"; {_LAYOUT}: are lengths and heads swapped?" if T % S == 0 or S % T == 0 else ""
+        raise ValueError(f"query heads {H=} must be a multiple of key heads {Hkv=}{swapped}")
+    return Dimensions(B, T, S, H, Hkv, D, value.shape[3])
+
+
+# Static options ---------------------------------------------------------------------------------------------
+
+
+def _number(name: str, x: Any) -> float:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} must be a Python number, got a traced value: it is part of the compiled program")
+    try:
+        number = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {x!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} must be finite")
+    return number
+
+
+def _flag(name: str, x: Any) -> bool:
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {x!r}")
+    return bool(x)
+
+
+def window_band(sliding_window: Any) -> Band:
+    """The band of `sliding_window`: None, w for (w, w), or (left, right) where None is unbounded."""
+    if sliding_window is None:
+        return Band()
+    pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    if len(pair) != 2:
+        raise ValueError(f"sliding_window={sliding_window!r} must be an int or a pair (left, right)")
+    for side in pair:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer)):
+            raise TypeError(f"sliding_window={sliding_window!r} must hold ints or None")
+        if side is not None and side < 0:
+            raise ValueError(f"sliding_window={sliding_window!r} must not be negative")
+    left, right = pair
+    return Band(None if left is None else -int(left), None if right is None else int(right))
+
+
+def _soft_cap(cap: Any) -> float | None:
+    if cap is None:
+        return None
+    number = _number("logits_soft_cap", cap)
+    if number <= 0:
+        raise ValueError(f"logits_soft_cap={number} must be positive")
+    return number
+
+
+def _logits_dtype(dtype: Any) -> str:
+    try:
+        name = np.dtype(dtype).name if not hasattr(dtype, "dtype") else np.dtype(dtype.dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in FLOATS:
+        raise TypeError(f"logits_dtype={name} is not supported; use one of {', '.join(FLOATS)}")
+    return name
+
+
+def _precision(precision: Any) -> Any:
+    if precision is None or isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
+        return precision
+    try:
+        return jax.lax.Precision(precision)
+    except ValueError:
+        known = ", ".join(repr(p.name.lower()) for p in jax.lax.Precision)
+        raise ValueError(f"precision={precision!r} is unknown; use None, {known} or a jax.lax.Precision") from None
+
+
+def _seed(seed: Any, dropout: float) -> jax.Array:
+    if seed is None:
+        raise ValueError(f"dropout_prob={dropout} needs dropout_seed")
+    if isinstance(seed, int | np.integer):
+        return jnp.uint32(int(seed) % 2**32)
+    seed = jnp.asarray(seed)
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return jax.random.bits(seed, (), jnp.uint32)
+    if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise TypeError(f"dropout_seed must be an int, an integer scalar or a key, got {seed.dtype} {seed.shape}")
+    return seed.astype(jnp.uint32)
+
+
+# Bias and sinks ---------------------------------------------------------------------------------------------
+
+
+def _bias(bias: Any, dims: Dimensions) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = _floats("bias", bias)
+    wanted = (dims.B, dims.H, dims.T, dims.S)
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
+        raise ValueError(f"bias {bias.shape} does not broadcast to (batch, heads, q_len, kv_len) = {wanted}")
+    return bias.reshape(shape)
+
+
+def initial_bias(bias: Any, init_bias: Any, mask_info: Any) -> Any:
+    """The bias, or the one `init_bias` makes when there is neither bias nor mask."""
+    if bias is not None or mask_info is not None or init_bias is None:
+        return bias
+    return init_bias()
+
+
+def sink_logits(softmax_aux: Any, H: int) -> jax.Array | None:
+    """Sinks (H,), (H, n) or (n,) as float32 (H, n)."""
+    if softmax_aux is None:
+        return None
+    sinks = _floats("softmax_aux", softmax_aux).astype(jnp.float32)
+    if sinks.ndim == 1 and sinks.shape[0] == H:
+        return sinks[:, None]
+    if sinks.ndim == 1 and sinks.shape[0] > 0:
+        return jnp.broadcast_to(sinks, (H, *sinks.shape))
+    if sinks.ndim == 2 and sinks.shape[0] == H and sinks.shape[1] > 0:
+        return sinks
+    raise ValueError(f"softmax_aux {sinks.shape} must be (heads,), (heads, n) or (n,) with heads={H}")
+
+
+def _sinks(softmax_aux: Any, dims: Dimensions) -> jax.Array | None:
+    sinks = sink_logits(softmax_aux, dims.H)
+    # one logit per head stands for all its sinks: they only ever meet as a sum of exponentials
+    return None if sinks is None else jax.nn.logsumexp(sinks, axis=-1)[None]
+
+
+# Masks ------------------------------------------------------------------------------------------------------
+
+
+def _combined_mask(dims: Dimensions, mask_info: Any, cum_q: Any, cum_k: Any) -> MaskInfo:
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise TypeError(f"mask_info must be a MaskInfo, got {type(mask_info).__name__}")
+    mask = MaskInfo(q_len=dims.T, kv_len=dims.S)
+    if cum_q is None and cum_k is not None:
+        raise ValueError("cum_seqlens_k needs cum_seqlens_q")
+    if cum_q is not None:
+        mask = _varlen_mask(dims, cum_q, cum_k)
+    if mask_info is not None:
+        _check_mask(mask_info, dims)
+        mask = mask & mask_info if cum_q is not None else mask_info
+    return mask
+
+
+def _varlen_mask(dims: Dimensions, cum_q: Any, cum_k: Any) -> MaskInfo:
+    if dims.B != 1:
+        raise ValueError(f"cum_seqlens_q packs sequences into one row; query has batch {dims.B}, needed 1")
+    q = cumulative_lengths("cum_seqlens_q", cum_q, dims.T)
+    if cum_k is None and dims.S != dims.T:
+        raise ValueError(f"keys have {dims.S} tokens and queries {dims.T}: give cum_seqlens_k")
+    k = None if cum_k is None or cum_k is cum_q else cumulative_lengths("cum_seqlens_k", cum_k, dims.S)
+    if k is not None and k.shape != q.shape:
+        raise ValueError(f"cum_seqlens_q {q.shape} and cum_seqlens_k {k.shape} must have the same length")
+    return MaskInfo.from_cu_seqlens(q, k, max_q_len=dims.T, max_kv_len=dims.S)
+
+
+def cumulative_lengths(name: str, cum: Any, total: int) -> jax.Array:
+    """Cumulative lengths as int32, in order and inside the tokens there are."""
+    array = jnp.asarray(cum)
+    if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be int32 (sequences + 1,), got {array.dtype} {array.shape}")
+    host = cum if isinstance(cum, jax.Array) else np.asarray(cum)
+    bad = (host < 0) | (host > total)
+    bad = bad | (jnp.diff(host, prepend=0) < 0 if isinstance(host, jax.Array) else np.diff(host, prepend=0) < 0)
+    check_rows(host, bad, f"{name} must start at 0, never decrease, and end within the {total} tokens")
+    return jnp.clip(jax.lax.cummax(array.astype(jnp.int32)), 0, total)
+
+
+def _check_mask(mask: MaskInfo, dims: Dimensions) -> None:
+    if (mask.q_len, mask.kv_len) != (dims.T, dims.S):
+        swapped = {mask.q_len, mask.kv_len} & {dims.H, dims.Hkv}
+        hint = f"; {_LAYOUT}: are lengths and heads swapped?" if swapped else ""
+        raise ValueError(
+            f"mask_info is for lengths (q, kv) = {(mask.q_len, mask.kv_len)}, query and key have {(dims.T, dims.S)}{hint}"
+        )
+    B, H = mask.shape[:2]
+    if B not in (1, dims.B):
+        raise ValueError(f"mask_info has batch {B}, query has {dims.B}")
+    if H not in (1, dims.H):
+        raise ValueError(f"mask_info has {H} heads, query has {dims.H}")
+
+
+def _mask_arrays(mask: MaskInfo) -> dict[str, Any]:
+    mask = mask.canonical()
+    return {
+        "q_segments": mask.q_ids,
+        "kv_segments": mask.kv_ids,
+        "q_positions": mask.q_pos,
+        "kv_positions": mask.kv_pos,
+        "mask": mask.dense,
+        "pattern": None if mask.pattern is None else mask.pattern.blocks,
+    }
+
+
+# After the kernel -------------------------------------------------------------------------------------------
+
+
+def finish(call: Call, outputs: dict[str, jax.Array], softmax_aux: Any = None) -> Any:
+    """From the canonical outputs to what the caller asked for."""
+    out, lse = outputs["out"], outputs["lse"]
+    if call.spec.with_argmax:
+        out = _unnormalised(call, outputs, softmax_aux)
+    if call.spec.packed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if call.spec.with_lse else out
+
+
+def _unnormalised(call: Call, outputs: dict[str, jax.Array], softmax_aux: Any) -> jax.Array:
+    """out times its softmax sum of logits minus their row maximum, differentiable through that maximum too."""
+    out, lse = outputs["out"], outputs["lse"]
+    top = _row_maximum(call, outputs["argmax"])
+    if (sinks := sink_logits(softmax_aux, dimensions(call).H)) is not None:
+        top = jnp.maximum(top, sinks.max(-1)[None, :, None])
+    seen = lse > -jnp.inf
+    total = jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0.0) - jnp.where(seen, top, 0.0)), 0.0)  # (B, H, T)
+    return (out.astype(jnp.float32) * total.swapaxes(1, 2)[..., None]).astype(out.dtype)
+
+
+def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
+    """The logit (B, H, T) of each row's best key, -inf where it sees none (argmax -1)."""
+    dims = dimensions(call)
+    at = jnp.maximum(argmax, 0)
+    key = jnp.repeat(call["key"], dims.G, axis=2).swapaxes(1, 2)  # (B, H, S, D)
+    best = jnp.take_along_axis(key, at[..., None], axis=2).astype(jnp.float32)
+    query = call["query"].swapaxes(1, 2).astype(jnp.float32)
+    logits = call.spec.scale * jnp.einsum("bhtd,bhtd->bht", query, best, precision="highest")
+    if (bias := call.get("bias")) is not None:
+        wide = jnp.broadcast_to(bias, (*bias.shape[:3], dims.S)) if bias.shape[3] == 1 else bias
+        wide = jnp.broadcast_to(wide, (dims.B, dims.H, dims.T, dims.S))
+        logits += jnp.take_along_axis(wide, at[..., None], axis=3)[..., 0].astype(jnp.float32)
+    if call.spec.soft_cap is not None:
+        logits = call.spec.soft_cap * jnp.tanh(logits / call.spec.soft_cap)
+    logits = logits.astype(call.spec.logits_dtype).astype(jnp.float32)
+    return jnp.where(argmax >= 0, logits, -jnp.inf)
+
+
+def shards(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
+    """The caller's words on many devices; packed arrays gain the batch axis that canonicalising gave them."""
+    if not call.spec.packed or in_specs is None:
+        return Shards(mesh, in_specs, out_specs)
+
+    def widened(specs: Any) -> Any:
+        if isinstance(specs, jax.sharding.PartitionSpec):
+            return jax.sharding.PartitionSpec(None, *specs)
+        if isinstance(specs, dict):
+            return {name: widened(spec) for name, spec in specs.items()}
+        return None if specs is None else tuple(widened(spec) for spec in specs)
+
+    return Shards(mesh, widened(in_specs), widened(out_specs))

@@ -1,0 +1,202 @@
+"""The forward kernel: one program owns a block of query rows of one head and visits its scheduled key blocks.
+
+It runs twice. The first launch is fast and marks the blocks whose result holds a nan, which may have leaked from a
+hidden value: 0 * nan is nan. The second (GUARD) leaves at once unless its block is marked; then it does the block
+again with care. Nothing of this costs the fast loop anything.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.common.triton_tiles import (
+    LN_2,
+    LOG2_E,
+    block_at,
+    block_counts,
+    dropout_keep,
+    guarded_dot,
+    has_nan,
+    load_rows,
+    schedule_row,
+    store_rows,
+)
+from ejkernel.kernels.softmax.triton_tiles import finished_logits, head_pointers, visible
+
+
+@triton.jit
+def forward_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_bias,
+    p_sinks,
+    p_q_seg,
+    p_k_seg,
+    p_q_pos,
+    p_k_pos,
+    p_mask,
+    p_pattern,
+    p_seeds,
+    p_rows,
+    p_index,
+    p_flags,
+    p_old_out,
+    p_old_lse,
+    p_old_argmax,
+    T,
+    S,
+    H,
+    G,
+    n_rows,
+    scale,
+    soft_cap,
+    keep_scale,
+    threshold,
+    s_bias_b,
+    s_bias_h,
+    s_bias_t,
+    s_bias_s,
+    s_sinks_b,
+    s_seg_b,
+    s_pos_b,
+    s_mask_b,
+    s_mask_h,
+    s_mask_t,
+    s_mask_s,
+    s_pattern_b,
+    s_pattern_h,
+    s_pattern,
+    s_rows_b,
+    s_rows_h,
+    s_index,
+    n_flags,
+    flag_rows,
+    p_out,
+    p_lse,
+    p_argmax,
+    p_bad,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    MASK: tl.constexpr,
+    PATTERN_Q: tl.constexpr,
+    PATTERN_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LOGITS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    SINKS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    LISTS: tl.constexpr,
+    TAIL_Q: tl.constexpr,
+    GUARD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # the last rows see most under a causal mask: longest work first
+    i_row = n_rows - 1 - tl.program_id(0)
+    i_bh = tl.program_id(1)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_hk = i_h // G
+    Hk = H // G
+    i_q = i_row * BQ
+    if GUARD:
+        if tl.load(p_flags + i_bh * n_flags + i_q // flag_rows) == 0:
+            return
+    p_q += (i_b.to(tl.int64) * T * H + i_h) * D
+    p_k += (i_b.to(tl.int64) * S * Hk + i_hk) * D
+    p_v += (i_b.to(tl.int64) * S * Hk + i_hk) * DV
+    p_out += (i_b.to(tl.int64) * T * H + i_h) * DV
+    p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos = head_pointers(
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_bias_b, s_bias_h, s_mask_b,
+        s_mask_h, s_pattern_b, s_pattern_h, s_seg_b, s_pos_b,
+    )  # fmt: skip
+    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, s_index, LISTS)
+    n_unmasked, n_all = block_counts(p_row, LISTS)
+
+    o_q = i_q + tl.arange(0, BQ)
+    # (BQ, BD)
+    b_q = load_rows(p_q, i_q, T, H * D, BQ, D, BD, TAIL_Q)
+    # (BQ,) running maximum in units of log2, running sum
+    b_top = tl.full([BQ], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BQ], tl.float32)
+    if SINKS:
+        sink = tl.load(p_sinks + i_b * s_sinks_b + i_h) * LOG2_E
+        b_top = tl.zeros([BQ], tl.float32) + sink
+        b_sum += tl.where(sink > float("-inf"), 1.0, 0.0)
+    b_best = tl.full([BQ], float("-inf"), tl.float32)
+    b_arg = tl.full([BQ], -1, tl.int32)
+    # (BQ, BDV)
+    b_out = tl.zeros([BQ, BDV], tl.float32)
+    seed = tl.load(p_seeds + i_bh) if DROPOUT else tl.full([], 0, tl.uint32)
+
+    for MASKED in tl.static_range(2):
+        n_first = 0
+        n_last = n_unmasked
+        if MASKED:
+            n_first = n_unmasked
+            n_last = n_all
+        for n in range(n_first, n_last):
+            i_k = block_at(p_row, p_list, n, LISTS) * BK
+            o_k = i_k + tl.arange(0, BK)
+            # (BK, BD)
+            b_k = load_rows(p_k, i_k, S, Hk * D, BK, D, BD, MASKED)
+            # (BQ, BK)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            unit = scale * LOG2_E
+            if not PLAIN:
+                b_s = finished_logits(
+                    b_s * scale, o_q[:, None], o_k[None, :], p_bias, T, S, s_bias_t, s_bias_s, soft_cap,
+                    BIAS, CAPPED, LOGITS,
+                )  # fmt: skip
+                unit = LOG2_E
+            if MASKED:
+                m_seen = visible(
+                    o_q[:, None], o_k[None, :], p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, T, S,
+                    s_mask_t, s_mask_s, s_pattern, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K,
+                )  # fmt: skip
+                b_s = tl.where(m_seen, b_s, float("-inf"))
+            # unit is positive: the maximum may be scaled instead of every logit
+            b_tile = tl.max(b_s, 1) * unit
+            b_new = tl.maximum(b_top, b_tile)
+            if ARGMAX:
+                b_arg = tl.where(b_tile > b_best, i_k + tl.argmax(b_s, 1), b_arg)
+                b_best = tl.maximum(b_best, b_tile)
+            # a row that has seen nothing yet: -inf - 0, not -inf - -inf
+            b_base = b_new
+            if MASKED or BIAS:
+                b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_p = tl.exp2(b_s * unit - b_base[:, None])
+            b_shrink = tl.exp2(b_top - b_base)
+            b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+            b_top = b_new
+            b_out *= b_shrink[:, None]
+            if DROPOUT:
+                m_keep = dropout_keep(seed, o_q[:, None], o_k[None, :], threshold)
+                b_p = tl.where(m_keep, b_p * keep_scale, 0.0)
+            # (BK, BDV)
+            b_v = load_rows(p_v, i_k, S, Hk * DV, BK, DV, BDV, MASKED)
+            if MASKED and GUARD:
+                b_out = guarded_dot(b_p.to(b_v.dtype), b_v, m_seen, b_out, PRECISION)
+            else:
+                b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+
+    m_some = b_sum != 0.0
+    b_total = tl.where(m_some, b_sum, 1.0)
+    b_out /= b_total[:, None]
+    store_rows(p_out, b_out, i_q, T, H * DV, BQ, DV, BDV)
+    b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
+    o_row = i_bh.to(tl.int64) * T + o_q
+    tl.store(p_lse + o_row, b_lse, mask=o_q < T)
+    if ARGMAX:
+        tl.store(p_argmax + o_row, b_arg, mask=o_q < T)
+    if not GUARD:
+        tl.store(p_bad + i_bh * n_rows + i_row, has_nan(b_out))

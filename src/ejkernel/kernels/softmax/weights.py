@@ -1,0 +1,20 @@
+"""Attention with its matrix of weights, by the definition."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.softmax.reference import dropped, weighted_values, weights
+from ejkernel.kernels.softmax.spec import FLOATS
+from ejkernel.ops import Call
+
+
+def with_weights(call: Call, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
+    """out (B, T, H, Dv) and weights (B, H, T, S), both in `dtype`."""
+    dtype = call["query"].dtype if dtype is None else jnp.dtype(dtype)
+    if dtype.name not in FLOATS:
+        raise TypeError(f"dtype={dtype.name} is not supported; use one of {', '.join(FLOATS)}")
+    p, _ = weights(call, dtype)
+    p = dropped(call, p).astype(dtype)
+    return weighted_values(call, p).astype(dtype), p

@@ -1,0 +1,98 @@
+"""Which config a call runs with, and why."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ejkernel.ops.cache import TunedConfigs, shipped_file, user_file
+from ejkernel.ops.operation import Call, Operation, get_operation
+from ejkernel.ops.target import Target
+
+_OVERRIDES: ContextVar[dict[str, Any]] = ContextVar("ejkernel_config_overrides", default={})
+
+
+@contextmanager
+def use_config(operation: Operation | str | Callable[..., Any], cfg: Any) -> Iterator[None]:
+    """Use a config for every call of an operation made (or traced) inside the context.
+
+    `cfg` is a platform's `Config` (calls on other platforms are left alone) or a dict of its fields.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import flash_attention
+    >>> from ejkernel.ops import use_config
+    >>> q = jnp.ones((1, 16, 2, 8))
+    >>> with use_config("flash_attention", {"block_q": 16, "block_k": 16}):
+    ...     flash_attention(q, q, q).shape
+    (1, 16, 2, 8)
+    """
+    name = get_operation(operation).name
+    token = _OVERRIDES.set({**_OVERRIDES.get(), name: cfg})
+    try:
+        yield
+    finally:
+        _OVERRIDES.reset(token)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, stamp: int) -> TunedConfigs:
+    return TunedConfigs.load(path)
+
+
+def _stored(path: Path) -> TunedConfigs:
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except OSError:
+        return TunedConfigs()
+
+
+def tuned_sources(target: Target) -> list[tuple[str, TunedConfigs]]:
+    """Tuned configs for a device, most specific first: the user's, the shipped, the architecture's."""
+    return [
+        ("the user's tuned file", _stored(user_file(target.kind))),
+        (f"shipped for {target.kind}", _stored(shipped_file(target.kind))),
+        (f"shipped for {target.arch}", _stored(shipped_file(target.arch))),
+    ]
+
+
+def measured_times(operation: Operation, call: Call) -> dict[str, float]:
+    """Microseconds by platform for the call's bucket, from the most specific source that has any."""
+    bucket = operation.bucket(call)
+    for _, tuned in tuned_sources(call.target):
+        if times := tuned.times(operation.name, bucket):
+            return times
+    return {}
+
+
+def build_config(implementation: Any, cfg: Any, platform: str) -> Any:
+    """A platform's Config from a Config or a dict of its fields."""
+    if isinstance(cfg, implementation.Config):
+        return cfg
+    names = [f.name for f in dataclasses.fields(implementation.Config)]
+    if isinstance(cfg, dict):
+        unknown = sorted(set(cfg) - set(names))
+        if unknown:
+            raise ValueError(f"cfg has unknown fields {unknown} for platform {platform!r}; its fields: {names}")
+        return implementation.Config(**cfg)
+    raise TypeError(f"cfg is {type(cfg).__module__}.{type(cfg).__name__}; {platform!r} needs its Config or a dict of {names}")
+
+
+def choose_config(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> tuple[Any, str]:
+    """The config and where it came from."""
+    if cfg is not None:
+        return build_config(implementation, cfg, platform), "cfg="
+    override = _OVERRIDES.get().get(operation.name)
+    if isinstance(override, dict | implementation.Config):
+        return build_config(implementation, override, platform), "use_config"
+    bucket = operation.bucket(call)
+    for source, tuned in tuned_sources(call.target):
+        fields = tuned.find(operation.name, bucket, platform)
+        if fields is not None:
+            try:
+                return implementation.Config(**fields), source
+            except (TypeError, ValueError):
+                continue  # a file of another version of this Config: defaults serve
+    return implementation.default_config(call), "default"

@@ -1,0 +1,120 @@
+"""The one shard_map path: specs for q, k, v in, specs for every other array derived from their dimension letters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.ops.operation import Arrays, Call, Operation
+
+Axes = tuple[str, ...]
+
+# dimensions that may be split without devices talking to each other
+_FREE = ("B", "H", "Hkv")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What the caller said about many devices: `mesh`, `in_specs`, `out_specs`."""
+
+    mesh: Mesh | None = None
+    in_specs: Any = None
+    out_specs: Any = None
+
+    def __post_init__(self) -> None:
+        if self.mesh is None and (self.in_specs is not None or self.out_specs is not None):
+            raise ValueError("in_specs and out_specs need mesh=")
+
+
+def _axes(entry: Any) -> Axes:
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, PartitionSpec]:
+    if isinstance(in_specs, Mapping):
+        unknown = sorted(set(in_specs) - set(operation.arrays))
+        if unknown:
+            raise ValueError(f"in_specs names unknown arrays {unknown}; known: {list(operation.arrays)}")
+        return {name: spec for name, spec in in_specs.items() if name in call}
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
+        raise TypeError(f"in_specs={in_specs!r} must be one PartitionSpec per leading array, or a dict by name")
+    names = [name for name in operation.arrays if name in call]
+    if len(in_specs) > len(names):
+        raise ValueError(f"in_specs has {len(in_specs)} entries for {len(names)} arrays {names}")
+    return dict(zip(names, in_specs, strict=False))
+
+
+def _axes_by_dimension(operation: Operation, specs: dict[str, PartitionSpec]) -> dict[str, Axes]:
+    """Mesh axes of each dimension letter, from the specs given."""
+    found: dict[str, Axes] = {}
+    for name, spec in specs.items():
+        letters = operation.arrays[name].axes
+        if len(spec) > len(letters):
+            raise ValueError(f"in_specs of {name} is {spec}, but it has dimensions {letters}")
+        for letter, entry in zip(letters, spec, strict=False):
+            axes = _axes(entry)
+            if found.setdefault(letter, axes) != axes:
+                raise ValueError(f"in_specs disagree on dimension {letter}: {found[letter]} and {axes} (in {name})")
+    return found
+
+
+def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh) -> None:
+    for letter, axes in found.items():
+        if axes and letter not in _FREE:
+            raise ValueError(
+                f"in_specs split dimension {letter} over {axes}: {operation.name} can only be split over batch and "
+                "heads; ring_attention splits lengths"
+            )
+    sizes = {letter: n for name, x in call.arrays.items() for letter, n in zip(operation.arrays[name].axes, x.shape)}
+    if "Hkv" in sizes and found.get("H", ()) != found.get("Hkv", ()) and not (sizes["Hkv"] == 1 and not found["Hkv"]):
+        raise ValueError(
+            f"query heads are split over {found.get('H', ())} and key heads over {found.get('Hkv', ())}; "
+            f"with {sizes['Hkv']} key heads they must be split alike"
+        )
+    for letter, axes in found.items():
+        parts = 1
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
+            parts *= mesh.shape[axis]
+        if sizes[letter] % parts:
+            raise ValueError(f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices")
+
+
+def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axes]) -> PartitionSpec:
+    """The spec of an array: broadcast dimensions of size 1 are not split."""
+    return PartitionSpec(*(found.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True)))
+
+
+def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable[[Call], Arrays]) -> Arrays:
+    """Run `body` on every device's part of the call."""
+    mesh = shards.mesh
+    assert mesh is not None
+    given = _named_specs(operation, call, shards.in_specs)
+    found = _axes_by_dimension(operation, given)
+    _check(found, call, operation, mesh)
+    in_specs = {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in call.arrays.items()}
+    in_specs |= given
+    derived = {n: PartitionSpec(*(found.get(c, ()) or None for c in d.split())) for n, d in operation.outputs.items()}
+    wanted = _output_specs(operation, shards.out_specs)
+
+    def local(arrays: Arrays) -> Arrays:
+        return body(Call(call.spec, arrays, call.target))
+
+    shapes = jax.eval_shape(lambda arrays: body(Call(call.spec, arrays, call.target)), call.arrays)
+    out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
+    # the kernels are opaque to the replication checker
+    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(call.arrays)
+
+
+def _output_specs(operation: Operation, out_specs: Any) -> dict[str, PartitionSpec]:
+    if out_specs is None:
+        return {}
+    if isinstance(out_specs, Mapping):
+        return dict(out_specs)
+    listed = [out_specs] if isinstance(out_specs, PartitionSpec) else list(out_specs)
+    return dict(zip(operation.outputs, listed, strict=False))

@@ -1,0 +1,80 @@
+"""Which device a call is for: the given mesh, the ambient mesh, the arrays, then the default device."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device a call is compiled for.
+
+    Attributes:
+        backend: `"cpu"`, `"gpu"` or `"tpu"`.
+        kind: the device's name in lower case with underscores, such as `nvidia_h200` or `tpu_v5_lite`.
+        arch: what kernels compile for, such as `sm_90`; `kind` falls back to it for tuned configs.
+    """
+
+    backend: str
+    kind: str
+    arch: str
+
+    @property
+    def capability(self) -> int:
+        """The CUDA compute capability as a number (90 for `sm_90`), 0 elsewhere."""
+        match = re.fullmatch(r"sm_(\d+)", self.arch)
+        return int(match.group(1)) if match else 0
+
+
+def describe_device(device: jax.Device) -> Target:
+    """The target that stands for one JAX device."""
+    kind = re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_")
+    if device.platform in ("gpu", "cuda"):
+        capability = str(getattr(device, "compute_capability", "0.0")).replace(".", "")
+        return Target("gpu", kind, f"sm_{capability}")
+    if device.platform == "rocm":
+        return Target("gpu", kind, str(getattr(device, "compute_capability", "gfx")))
+    return Target(device.platform, kind, device.platform)
+
+
+def _ambient_mesh_device() -> jax.Device | None:
+    """A device of the mesh set by `jax.set_mesh` or by `with mesh:`."""
+    from jax._src import mesh as mesh_lib  # no public getter of the physical mesh in JAX 0.10 and 0.11
+
+    for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
+        if isinstance(mesh, jax.sharding.Mesh) and mesh.size:
+            return mesh.devices.flat[0]
+    return None
+
+
+def target_of(arrays: Iterable[object], mesh: jax.sharding.Mesh | None = None) -> Target:
+    """The device a call on `arrays` is for."""
+    if mesh is not None and isinstance(mesh, jax.sharding.Mesh):
+        return describe_device(mesh.devices.flat[0])
+    if (device := _ambient_mesh_device()) is not None:
+        return describe_device(device)
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
+            return describe_device(next(iter(array.devices())))
+    return describe_device(default_device())
+
+
+def default_device() -> jax.Device:
+    """The device JAX places new arrays on."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(chosen, str):
+        return jax.devices(chosen)[0]
+    return chosen if chosen is not None else jax.devices()[0]
+
+
+def device_kind() -> str:
+    """The kind of the default device, as used in tuned files.
+
+    >>> import jax
+    >>> from ejkernel.ops import device_kind
+    >>> device_kind() == jax.devices()[0].device_kind.lower() or "_" in device_kind()
+    True
+    """
+    return describe_device(default_device()).kind

@@ -1,0 +1,133 @@
+"""Measuring configs, on request only, and keeping the winner."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.cache import TunedConfigs, user_file
+from ejkernel.ops.operation import Arrays, Call, Operation
+
+REPEATS = 5
+
+
+@dataclasses.dataclass
+class _Session:
+    save: bool
+    progress: bool
+    done: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)
+
+
+_SESSION: ContextVar[_Session | None] = ContextVar("ejkernel_autotune", default=None)
+
+
+@contextmanager
+def autotune(*, save: bool = True, progress: bool = True) -> Iterator[None]:
+    """Measure the search space of every operation called inside, on the shapes of the call, and keep the winner.
+
+    The winner is used at once and, with `save`, written to the user's tuned file for later runs.
+    Inside jit the arrays' values are unknown, so random ones of the same shapes are measured.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import flash_attention
+    >>> from ejkernel.ops import autotune
+    >>> q = jnp.ones((1, 64, 2, 16))
+    >>> with autotune(save=False, progress=False):
+    ...     flash_attention(q, q, q).shape
+    (1, 64, 2, 16)
+    """
+    token = _SESSION.set(_Session(save, progress))
+    try:
+        yield
+    finally:
+        _SESSION.reset(token)
+
+
+def active() -> bool:
+    """Whether an `autotune()` context is open."""
+    return _SESSION.get() is not None
+
+
+def _concrete(arrays: Arrays) -> Arrays:
+    """The arrays themselves, or random ones where they are being traced."""
+    rng = np.random.default_rng(0)
+
+    def one(x: Any) -> jax.Array:
+        if not isinstance(x, jax.core.Tracer):
+            return x
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
+        return jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)
+
+    return {name: one(x) for name, x in arrays.items()}
+
+
+def median_seconds(function: Any, *args: Any, repeats: int = REPEATS) -> float:
+    """Median wall-clock time of a compiled function, after one call to warm up."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def _measure(operation: Operation, implementation: Any, call: Call, config: Any, arrays: Arrays) -> float:
+    """Seconds of a forward and a backward where there is one, with that config."""
+    from ejkernel.ops.autodiff import execute
+    from ejkernel.ops.operation import Plan
+
+    plan = Plan(operation, implementation, config, call.spec, call.target)
+    trained = [n for n, d in operation.arrays.items() if d.grad and n in arrays]
+
+    def loss(parts: Arrays) -> jax.Array:
+        outputs = execute(plan, {**arrays, **parts})
+        return sum(
+            (x.astype(jnp.float32).sum() for x in outputs.values() if jnp.issubdtype(x.dtype, jnp.floating)),
+            jnp.float32(0),
+        )
+
+    step = jax.jit(jax.grad(loss) if trained else loss)
+    return median_seconds(step, {n: arrays[n] for n in trained})
+
+
+def tune(operation: Operation, implementation: Any, platform: str, call: Call) -> Any:
+    """The fastest config of the search space for a call; measured once per bucket in a context."""
+    session = _SESSION.get()
+    assert session is not None
+    key = (operation.name, operation.bucket(call), platform)
+    if key in session.done:
+        return session.done[key]
+    candidates = list(dict.fromkeys([implementation.default_config(call), *implementation.search_space(call)]))
+    # measured configs must not start a tuning of their own; tracing around this call must not swallow it
+    token = _SESSION.set(None)
+    try:
+        with jax.ensure_compile_time_eval():
+            arrays = _concrete(call.arrays)
+            times = {
+                config: _measure(operation, implementation, call, config, arrays)
+                for config in _tracked(candidates, f"tuning {operation.name} on {platform}", session.progress)
+            }
+    finally:
+        _SESSION.reset(token)
+    best = min(times, key=times.__getitem__)
+    session.done[key] = best
+    if session.save:
+        fields = dataclasses.asdict(best)
+        TunedConfigs().add(*key[:2], platform, fields, times[best] * 1e6).save(user_file(call.target.kind))
+    return best
+
+
+def _tracked(candidates: list[Any], title: str, progress: bool) -> Any:
+    if not progress:
+        return candidates
+    from rich.progress import track
+
+    return track(candidates, description=title)

@@ -1,0 +1,587 @@
+"""MaskInfo: which keys each query sees, kept as a description instead of a T x S array."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from . import segments
+from .combine import both, check_partners, intersect, same
+from .inputs import (
+    ArrayInput,
+    bool_array,
+    common_batch,
+    concrete,
+    cu_seqlens_array,
+    lengths_array,
+    rows,
+    static_int,
+)
+from .pattern import BlockPattern
+from .shardings import mask_shardings
+from .visualize import figure, text_picture
+
+ARRAY_FIELDS = ("q_ids", "kv_ids", "q_pos", "kv_pos", "dense", "pattern")
+STATIC_FIELDS = ("q_len", "kv_len", "band", "chunk", "cross")
+PUBLIC_NAMES = {
+    "q_segment_ids": "q_ids",
+    "kv_segment_ids": "kv_ids",
+    "q_positions": "q_pos",
+    "kv_positions": "kv_pos",
+}
+Band = tuple[int | None, int | None]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAY_FIELDS), meta_fields=list(STATIC_FIELDS))
+@dataclass(frozen=True, eq=False, repr=False)
+class MaskInfo:
+    """Which keys each query sees: everything that all of the parts below allow. `MaskInfo(T, S)` allows everything.
+
+    Segments, lengths, causality, windows, chunks and block patterns stay symbolic. A T x S array is made only by
+    `attention_mask`, `bias`, `|`, `apply_token_type_ids(combine="union")`, a second chunk size that does not nest
+    with the first, and `&` of masks whose bands or chunks rest on different positions or whose pattern block sizes
+    do not nest.
+
+    Positions decide causality, windows and chunks: the explicit ones where given, else plain indices with the ends
+    aligned (query `i` stands at `i + S - T`, key `j` at `j`).
+
+    A pytree: arrays are leaves, the rest is static. It can be made inside `jit` from traced arrays, pass through
+    `jit`, `vmap` and `scan` (which take or add a leading axis: reads see a missing batch axis as batch 1 and fold
+    extra ones into the batch), and a change of ids never retraces. Batch sizes are B or 1.
+
+    Fields (all but the lengths optional):
+        q_len, kv_len: T and S.
+        q_ids, kv_ids: segment ids (B|1, T) and (B|1, S) int32; equal ids see each other, negative is padding.
+        q_pos, kv_pos: explicit positions (B|1, T) and (B|1, S) int32.
+        dense: bool (B|1, H|1, T, S).
+        pattern: BlockPattern with blocks (B|1, H|1, nq, nk).
+        band: (lo, hi), keeps `lo <= k_pos - q_pos <= hi`; None is unbounded.
+        chunk: keeps `q_pos // chunk == k_pos // chunk`.
+        cross: queries and keys were described apart, so they are not known to be the same tokens.
+
+    >>> mask = MaskInfo.from_segments([[1, 1, 2, 2, -1]]).apply_causal()
+    >>> mask.attention_mask[0, 0].astype(int).tolist()
+    [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
+    >>> mask.q_positions.tolist()
+    [[0, 1, 0, 1, 0]]
+    """
+
+    q_len: int
+    kv_len: int
+    # arrays; other leaves (shardings, axes) under tree maps
+    q_ids: Any = None
+    kv_ids: Any = None
+    q_pos: Any = None
+    kv_pos: Any = None
+    dense: Any = None
+    pattern: Any = None
+    band: Band = (None, None)
+    chunk: int | None = None
+    cross: bool = False
+
+    def __post_init__(self):
+        static_int("q_len", self.q_len, 1)
+        static_int("kv_len", self.kv_len, 1)
+
+    # make
+
+    @classmethod
+    def from_segments(
+        cls,
+        q_segment_ids: ArrayInput,
+        kv_segment_ids: ArrayInput | None = None,
+        q_positions: ArrayInput | None = None,
+        kv_positions: ArrayInput | None = None,
+    ) -> "MaskInfo":
+        """A query sees the keys of its own segment; negative ids are padding.
+
+        Args:
+            q_segment_ids: (T,) or (B, T) integers, in any order.
+            kv_segment_ids: (S,) or (B, S); None means self attention, the same as the queries'.
+            q_positions, kv_positions: shaped like the ids; they then decide causality, windows and chunks. For self
+                attention the keys' may be left out. They are compared only inside a segment.
+
+        >>> MaskInfo.from_segments([1, 1, 2]).attention_mask[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+        """
+        q_ids = rows("q_segment_ids", q_segment_ids)
+        if kv_segment_ids is q_segment_ids:
+            kv_segment_ids = None
+        kv_ids = q_ids if kv_segment_ids is None else rows("kv_segment_ids", kv_segment_ids)
+        q_len, kv_len = q_ids.shape[1], kv_ids.shape[1]
+        if kv_segment_ids is None and kv_positions is None:
+            kv_positions = q_positions
+        if (q_positions is None) != (kv_positions is None):
+            missing = "q_positions" if q_positions is None else "kv_positions"
+            raise ValueError(f"q_positions and kv_positions must be given together, {missing} is missing")
+        q_pos = None if q_positions is None else rows("q_positions", q_positions, q_len)
+        kv_pos = None if kv_positions is None else rows("kv_positions", kv_positions, kv_len)
+        kv_pos = q_pos if kv_positions is q_positions else kv_pos
+        cross = not (same(q_ids, kv_ids) and same(q_pos, kv_pos))
+        return cls(q_len, kv_len, q_ids, kv_ids, q_pos, kv_pos, cross=cross)._checked()
+
+    @classmethod
+    def from_attention_mask(cls, mask: ArrayInput) -> "MaskInfo":
+        """A mask of bool or 0/1 integers, true where visible.
+
+        Args:
+            mask: (B, S) is a padding mask of self attention, in which padded queries see nothing either;
+                (B, T, S) and (B, 1 or H, T, S) are kept as they are.
+
+        >>> MaskInfo.from_attention_mask([[1, 1, 0]]).q_segment_ids.tolist()
+        [[0, 0, -1]]
+        """
+        array = jnp.asarray(bool_array("mask", mask))
+        if array.ndim == 2:
+            ids = jnp.where(array, 0, -1).astype(jnp.int32)
+            return cls(ids.shape[1], ids.shape[1], ids, ids)
+        if array.ndim not in (3, 4):
+            raise ValueError(f"mask must have shape (B, S), (B, T, S) or (B, H, T, S), got {array.shape}")
+        dense = array if array.ndim == 4 else array[:, None]
+        T, S = dense.shape[2:]
+        return cls(T, S, dense=dense, cross=T != S)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_q: ArrayInput, cu_kv: ArrayInput | None = None, *, max_q_len: int, max_kv_len: int | None = None
+    ) -> "MaskInfo":
+        """Sequences packed one after another into one row; the mask of a (1, L) batch.
+
+        With keys of their own (`cu_kv`), causality and windows align the end of each sequence's queries with the end
+        of its keys. Tokens past the last entry are padding.
+
+        Args:
+            cu_q, cu_kv: (N+1,) cumulative lengths, from 0; `cu_kv=None` means the same as `cu_q`.
+            max_q_len, max_kv_len: L, the lengths of the packed rows.
+
+        >>> mask = MaskInfo.from_cu_seqlens([0, 2, 3], max_q_len=4)
+        >>> mask.q_segment_ids.tolist(), mask.cu_seqlens_q.tolist()
+        ([[0, 0, 1, -1]], [0, 2, 3])
+        """
+        q_len = static_int("max_q_len", max_q_len, 1)
+        kv_len = q_len if max_kv_len is None else static_int("max_kv_len", max_kv_len, 1)
+        q_cu = cu_seqlens_array("cu_q", cu_q, q_len)
+        if cu_kv is None and kv_len == q_len:
+            ids, _ = segments.from_cu_seqlens(q_cu, q_len)
+            return cls(q_len, kv_len, ids, ids)
+        kv_cu = cu_seqlens_array("cu_q" if cu_kv is None else "cu_kv", cu_q if cu_kv is None else cu_kv, kv_len)
+        if q_cu.shape != kv_cu.shape:
+            raise ValueError(f"cu_q and cu_kv must describe as many sequences, got {q_cu.shape=}, {kv_cu.shape=}")
+        q_ids, q_pos = segments.from_cu_seqlens(q_cu, q_len)
+        kv_ids, kv_pos = segments.from_cu_seqlens(kv_cu, kv_len)
+        ahead = jnp.diff(kv_cu) - jnp.diff(q_cu)  # (N,) keys before each sequence's first query
+        q_pos = jnp.where(q_ids >= 0, q_pos + ahead[jnp.maximum(q_ids, 0)], 0)
+        return cls(q_len, kv_len, q_ids, kv_ids, q_pos, kv_pos, cross=not same(q_ids, kv_ids))
+
+    @classmethod
+    def from_lengths(
+        cls, q_lengths: ArrayInput, kv_lengths: ArrayInput | None = None, *, q_len: int, kv_len: int | None = None
+    ) -> "MaskInfo":
+        """Rows padded on the right: tokens from each length on are padding.
+
+        Causality goes by plain indices with the ends of the padded rows aligned; give positions to
+        `from_segments` for anything else.
+
+        Args:
+            q_lengths, kv_lengths: (B,); `kv_lengths=None` means self attention, the same as the queries'.
+            q_len, kv_len: T and S.
+
+        >>> MaskInfo.from_lengths([2, 3], q_len=3).q_segment_ids.tolist()
+        [[0, 0, -1], [0, 0, 0]]
+        """
+        T = static_int("q_len", q_len, 1)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 1)
+        q_ids = segments.from_lengths(lengths_array("q_lengths", q_lengths, T), T)
+        if kv_lengths is None:
+            if S != T:
+                raise ValueError(f"kv_lengths must be given when kv_len differs from q_len, got {q_len=}, {kv_len=}")
+            return cls(T, S, q_ids, q_ids)
+        kv_ids = segments.from_lengths(lengths_array("kv_lengths", kv_lengths, S), S)
+        return cls(T, S, q_ids, kv_ids, cross=not same(q_ids, kv_ids))._checked()
+
+    @classmethod
+    def from_block_pattern(cls, pattern: BlockPattern, *, q_len: int, kv_len: int | None = None) -> "MaskInfo":
+        """A block-sparse mask; the pattern may be larger than the lengths need, never smaller.
+
+        >>> MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(8, 1, block_size=16), q_len=100).shape
+        (1, 1, 100, 100)
+        """
+        if not isinstance(pattern, BlockPattern):
+            raise TypeError(
+                f"pattern must be a BlockPattern, got {type(pattern).__name__}; see BlockPattern.from_dense"
+            )
+        T = static_int("q_len", q_len, 1)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 1)
+        return cls(T, S, pattern=pattern.fitted(T, S), cross=T != S)
+
+    @classmethod
+    def from_random(
+        cls, batch_size: int, q_len: int, kv_len: int | None = None, sparsity: float = 0.5, seed: int = 0
+    ) -> "MaskInfo":
+        """A dense random mask (B, 1, T, S) in which the fraction `sparsity` of each row of the batch is masked out.
+
+        >>> int(MaskInfo.from_random(1, 10, 10, sparsity=0.25).attention_mask.sum())
+        75
+        """
+        B, T = static_int("batch_size", batch_size, 1), static_int("q_len", q_len, 1)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 1)
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity must lie in [0, 1], got {sparsity}")
+        ranks = jnp.broadcast_to(jnp.arange(T * S), (B, T * S))
+        ranks = jax.random.permutation(jax.random.key(seed), ranks, axis=1, independent=True)
+        return cls(T, S, dense=(ranks >= round(sparsity * T * S)).reshape(B, 1, T, S), cross=T != S)
+
+    # refine
+
+    def apply_causal(self, offset: int = 0) -> "MaskInfo":
+        """Also requires `k <= q + offset`, in positions.
+
+        >>> MaskInfo(2, 3).apply_causal().attention_mask[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 1]]
+        """
+        return self.narrowed((None, static_int("offset", offset)))
+
+    def apply_sliding_window(self, window: int | tuple[int | None, int | None], offset: int = 0) -> "MaskInfo":
+        """Also requires `q + offset - left <= k <= q + offset + right`, in positions.
+
+        Args:
+            window: (left, right), None for no limit on that side; one number is both.
+            offset: moves the window towards later keys.
+
+        >>> MaskInfo(3, 3).apply_sliding_window((1, 0)).attention_mask[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+        """
+        pair = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+        if len(pair) != 2:
+            raise ValueError(f"window must be an int or (left, right), got {window!r}")
+        left, right = (None if x is None else static_int("window", x, 0) for x in pair)
+        offset = static_int("offset", offset)
+        return self.narrowed((None if left is None else offset - left, None if right is None else offset + right))
+
+    def apply_chunked(self, chunk_size: int) -> "MaskInfo":
+        """Also requires query and key in the same chunk, `q // chunk_size == k // chunk_size`, in positions.
+
+        A second chunk size stays symbolic if one divides the other.
+
+        >>> MaskInfo(3, 3).apply_chunked(2).attention_mask[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+        """
+        chunk_size = static_int("chunk_size", chunk_size, 1)
+        if self.chunk is None or max(self.chunk, chunk_size) % min(self.chunk, chunk_size) == 0:
+            return dataclasses.replace(self, chunk=min(self.chunk or chunk_size, chunk_size))
+        other = MaskInfo(self.q_len, self.kv_len, q_pos=self.q_pos, kv_pos=self.kv_pos, chunk=chunk_size)
+        return dataclasses.replace(self, dense=both(self.canonical().dense, other.element_mask()))
+
+    def apply_kv_lengths(self, lengths: ArrayInput) -> "MaskInfo":
+        """Also hides the keys from `lengths` (B,) on, by index: their segment ids become -1.
+
+        >>> MaskInfo(2, 3).apply_kv_lengths([1]).attention_mask[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 0, 0]]
+        """
+        inside = segments.from_lengths(lengths_array("lengths", lengths, self.kv_len), self.kv_len)
+        q_ids, kv_ids = self._ids_or_zeros()
+        common_batch({"mask": self.batch_size, "lengths": inside.shape[0]})
+        return dataclasses.replace(self, q_ids=q_ids, kv_ids=jnp.where(inside < 0, -1, kv_ids))
+
+    def apply_token_type_ids(
+        self,
+        token_type_ids: ArrayInput,
+        kv_token_type_ids: ArrayInput | None = None,
+        *,
+        combine: Literal["union", "intersect", "replace"] = "union",
+    ) -> "MaskInfo":
+        """Lets token types change the mask: images seen both ways in causal text, or types kept apart.
+
+        Args:
+            token_type_ids: (T,) or (B, T) types of the queries, and of the keys unless those are given.
+            kv_token_type_ids: (S,) or (B, S).
+            combine: "union" also shows keys of the query's own type, within its segment; type 0 is ordinary text and
+                adds nothing, padding stays padding. "intersect" also requires equal types. "replace" forgets every
+                other part (but not explicit positions) and shows equal types. Negative types match nothing.
+
+        >>> mask = MaskInfo(4, 4).apply_causal().apply_token_type_ids([0, 1, 1, 0])
+        >>> mask.attention_mask[0, 0].astype(int).tolist()
+        [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+        """
+        q_types = rows("token_type_ids", token_type_ids, self.q_len)
+        name = "token_type_ids" if kv_token_type_ids is None else "kv_token_type_ids"
+        kv_types = rows(name, token_type_ids if kv_token_type_ids is None else kv_token_type_ids, self.kv_len)
+        types = MaskInfo(self.q_len, self.kv_len, q_types, kv_types, cross=self.cross)
+        if combine == "intersect":
+            return self & types
+        if combine == "replace":
+            return dataclasses.replace(types, q_pos=self.q_pos, kv_pos=self.kv_pos)._checked()
+        if combine != "union":
+            raise ValueError(f"combine must be 'union', 'intersect' or 'replace', got {combine!r}")
+        typed = dataclasses.replace(types, q_ids=jnp.where(q_types > 0, q_types, -1))
+        rest = dataclasses.replace(self, q_ids=None, kv_ids=None)
+        if not rest.has_frame_parts() and rest.dense is None and rest.pattern is None:
+            return self  # segments alone: nothing to loosen
+        common_batch({"mask": self.batch_size, "token_type_ids": types.batch_size})
+        return dataclasses.replace(rest | typed, q_ids=self.q_ids, kv_ids=self.kv_ids)
+
+    def __and__(self, other: "MaskInfo") -> "MaskInfo":
+        """What both show. Where the explicit positions differ, the left one's are kept."""
+        if not isinstance(other, MaskInfo):
+            return NotImplemented
+        return intersect(self, other)
+
+    def __or__(self, other: "MaskInfo") -> "MaskInfo":
+        """What either shows, as a dense mask; explicit positions are kept, the left one's first."""
+        if not isinstance(other, MaskInfo):
+            return NotImplemented
+        check_partners(self, other)
+        frame = (self if self.q_pos is not None else other).canonical()
+        either = self.element_mask() | other.element_mask()
+        cross = self.cross or other.cross
+        return MaskInfo(self.q_len, self.kv_len, q_pos=frame.q_pos, kv_pos=frame.kv_pos, dense=either, cross=cross)
+
+    def replace(self, **parts: Any) -> "MaskInfo":
+        """A copy with other parts, named as the fields or as the reads (`q_segment_ids=...`, `q_positions=...`).
+
+        >>> MaskInfo.from_segments([1, 1, 2]).replace(q_segment_ids=[[1, 2, 2]]).q_segment_ids.tolist()
+        [[1, 2, 2]]
+        """
+        fields = {PUBLIC_NAMES.get(name, name): value for name, value in parts.items()}
+        unknown = fields.keys() - {*ARRAY_FIELDS, *STATIC_FIELDS}
+        if unknown or len(fields) < len(parts):
+            known = sorted({*ARRAY_FIELDS, *STATIC_FIELDS, *PUBLIC_NAMES})
+            raise TypeError(f"replace got unknown or repeated parts {sorted(parts)}, known are {known}")
+        lengths = {"q_ids": "q_len", "q_pos": "q_len", "kv_ids": "kv_len", "kv_pos": "kv_len"}
+        for name, length in lengths.items():
+            if fields.get(name) is not None:
+                fields[name] = rows(name, fields[name], fields.get(length, getattr(self, length)))
+        if "band" in fields:
+            lo, hi = fields["band"]
+            fields["band"] = tuple(None if x is None else static_int("band", x) for x in (lo, hi))
+        if fields.get("chunk") is not None:
+            fields["chunk"] = static_int("chunk", fields["chunk"], 1)
+        if fields.get("dense") is not None:
+            fields["dense"] = jnp.asarray(bool_array("dense", fields["dense"]))
+        return dataclasses.replace(self, **fields)._checked()
+
+    # read
+
+    def element_mask(self, q_index: jax.Array | None = None, kv_index: jax.Array | None = None) -> jax.Array:
+        """The mask at these query and key indices, (t,) and (s,): bool (B|1, H|1, t, s). None takes all.
+
+        Every other view of the mask is built from this one.
+        """
+        m = self.canonical()
+        everything = q_index is None and kv_index is None
+        q_index = jnp.arange(self.q_len) if q_index is None else q_index
+        kv_index = jnp.arange(self.kv_len) if kv_index is None else kv_index
+        mask = jnp.ones((1, 1, len(q_index), len(kv_index)), bool)
+        if m.q_ids is not None:
+            q, k = m.q_ids[:, None, q_index, None], m.kv_ids[:, None, None, kv_index]
+            mask &= (q == k) & (q >= 0)
+        if m.has_frame_parts():
+            mask &= m.frame_mask(q_index, kv_index)
+        if m.pattern is not None:
+            bq, bk = m.pattern.block_shape
+            mask &= jnp.asarray(m.pattern.blocks)[:, :, (q_index // bq)[:, None], (kv_index // bk)[None]]
+        if m.dense is not None:
+            mask &= m.dense if everything else m.dense[:, :, q_index[:, None], kv_index[None]]
+        return mask
+
+    @property
+    def attention_mask(self) -> jax.Array:
+        """The whole mask, true where visible: bool (B, H or 1, T, S)."""
+        return jnp.broadcast_to(self.element_mask(), self.shape)
+
+    @property
+    def bias(self) -> jax.Array:
+        """The mask to add to logits: float32 (B, H or 1, T, S), 0 where visible, else the lowest finite number.
+
+        A bias cannot say that a query sees nothing: such a row becomes a uniform softmax.
+        """
+        return jnp.where(self.attention_mask, 0.0, jnp.finfo(jnp.float32).min).astype(jnp.float32)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H or 1, T, S), the shape of `attention_mask`."""
+        m = self.canonical()
+        heads = [x.shape[1] for x in (m.dense, m.pattern and m.pattern.blocks) if x is not None]
+        return (m._batch(), max(heads, default=1), self.q_len, self.kv_len)
+
+    @property
+    def batch_size(self) -> int:
+        """B, 1 where nothing depends on the row."""
+        return self.canonical()._batch()
+
+    @property
+    def q_segment_ids(self) -> jax.Array:
+        """Segment ids of the queries, (B, T) int32, zeros where nothing is segmented.
+
+        Ids say nothing of band, chunk and pattern. A dense part is converted, if concrete and made of segments;
+        otherwise ValueError.
+        """
+        return jnp.broadcast_to(self._segment_ids()[0], (self.batch_size, self.q_len))
+
+    @property
+    def kv_segment_ids(self) -> jax.Array:
+        """Segment ids of the keys, (B, S) int32; see `q_segment_ids`."""
+        return jnp.broadcast_to(self._segment_ids()[1], (self.batch_size, self.kv_len))
+
+    @property
+    def q_positions(self) -> jax.Array:
+        """Positions of the queries, (B, T) int32: the explicit ones, else counted from 0 in each segment."""
+        return self._positions(self.q_pos, 0, self.q_len)
+
+    @property
+    def kv_positions(self) -> jax.Array:
+        """Positions of the keys, (B, S) int32: the explicit ones, else counted from 0 in each segment."""
+        return self._positions(self.kv_pos, 1, self.kv_len)
+
+    @property
+    def cu_seqlens_q(self) -> jax.Array:
+        """Cumulative segment lengths (N+1,) of the queries, row by row, padding left out.
+
+        Needs concrete, contiguous segments. A sequence without tokens leaves no trace.
+        """
+        return segments.cu_seqlens("cu_seqlens_q", self.q_segment_ids)
+
+    @property
+    def cu_seqlens_kv(self) -> jax.Array:
+        """Cumulative segment lengths (N+1,) of the keys; see `cu_seqlens_q`."""
+        return segments.cu_seqlens("cu_seqlens_kv", self.kv_segment_ids)
+
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same tokens, as far as the making of the mask tells. Static."""
+        return self.q_len == self.kv_len and not self.cross
+
+    def get_shardings(
+        self,
+        *,
+        mesh: Mesh | AbstractMesh,
+        batch_axis: str | tuple[str, ...] | None = ("dp", "fsdp"),
+        head_axis: str | tuple[str, ...] | None = "tp",
+        q_axis: str | tuple[str, ...] | None = "sp",
+        kv_axis: str | tuple[str, ...] | None = None,
+    ) -> "MaskInfo":
+        """A MaskInfo with a `NamedSharding` for each array, for `jax.device_put` and `in_shardings`.
+
+        Axes that the mesh does not have, or that do not divide a dimension, leave it replicated; within an array an
+        axis serves the first dimension that asks for it.
+
+        >>> mesh = jax.make_mesh((1,), ("dp",))
+        >>> mask = MaskInfo.from_segments([[1, 1, 2]])
+        >>> tuple(jax.device_put(mask, mask.get_shardings(mesh=mesh)).q_ids.sharding.spec)
+        ('dp', None)
+        """
+        return mask_shardings(self, mesh, {"B": batch_axis, "H": head_axis, "T": q_axis, "S": kv_axis})
+
+    def visualize(
+        self, kind: Literal["text", "figure"] = "text", *, batch: int = 0, head: int = 0, max_cells: int = 64
+    ) -> Any:
+        """A picture of one row and head: a str, or a matplotlib Figure. Long masks are shown in groups of tokens.
+
+        >>> print(MaskInfo(3, 3).apply_causal().visualize())
+        MaskInfo(T=3, S=3, band=(None, 0))  batch 0, head 0; rows: queries, columns: keys
+        █··
+        ██·
+        ███
+        """
+        if kind not in ("text", "figure"):
+            raise ValueError(f"kind must be 'text' or 'figure', got {kind!r}")
+        draw = text_picture if kind == "text" else figure
+        return draw(self, batch=batch, head=head, max_cells=static_int("max_cells", max_cells, 1))
+
+    def __repr__(self) -> str:
+        arrays = {"segments": self.q_ids, "positions": self.q_pos, "dense": self.dense, "pattern": self.pattern}
+        words = [f"T={self.q_len}", f"S={self.kv_len}"]
+        words += [name for name, part in arrays.items() if part is not None]
+        words += [f"band={self.band}"] if self.band != (None, None) else []
+        words += [f"chunk={self.chunk}"] if self.chunk is not None else []
+        return f"MaskInfo({', '.join(words)})"
+
+    # parts
+
+    def canonical(self) -> "MaskInfo":
+        """The same with every array at its full rank (2 for ids and positions, 4 for dense and blocks).
+
+        Inside `vmap` and `scan` the fields lack their batch axis, after them they may have one more; kernels read
+        the fields through this.
+        """
+        arrays = {name: _with_rank(getattr(self, name), 2) for name in ARRAY_FIELDS[:4]}
+        pattern = self.pattern and dataclasses.replace(self.pattern, blocks=_with_rank(self.pattern.blocks, 4))
+        return dataclasses.replace(self, **arrays, dense=_with_rank(self.dense, 4), pattern=pattern)
+
+    def _batch(self) -> int:
+        parts = {name: getattr(self, name) for name in ARRAY_FIELDS}
+        parts["pattern"] = self.pattern and self.pattern.blocks
+        return common_batch({name: x.shape[0] for name, x in parts.items() if x is not None})
+
+    def _checked(self) -> "MaskInfo":
+        """Itself, if the shapes of its parts agree."""
+        m = self.canonical()
+        m._batch()
+        T, S = self.q_len, self.kv_len
+        for a, b in (("q_ids", "kv_ids"), ("q_pos", "kv_pos")):
+            if (getattr(m, a) is None) != (getattr(m, b) is None):
+                raise ValueError(f"{a} and {b} must be given together")
+            for name, length in ((a, T), (b, S)):
+                x = getattr(m, name)
+                if x is not None and x.shape[1] != length:
+                    raise ValueError(f"{name} must have shape (B, {length}), got {x.shape}")
+        if m.dense is not None and m.dense.shape[2:] != (T, S):
+            raise ValueError(f"dense must have shape (B, H, {T}, {S}), got {m.dense.shape}")
+        heads = {x.shape[1] for x in (m.dense, m.pattern and m.pattern.blocks) if x is not None} - {1}
+        if len(heads) > 1:
+            raise ValueError(f"dense mask and pattern must have one head or as many, got {sorted(heads)}")
+        return self if m.pattern is None else dataclasses.replace(self, pattern=self.pattern.fitted(T, S))
+
+    def narrowed(self, band: Band) -> "MaskInfo":
+        """Also requires `lo <= k - q <= hi`, in positions."""
+        lows = [x for x in (self.band[0], band[0]) if x is not None]
+        highs = [x for x in (self.band[1], band[1]) if x is not None]
+        return dataclasses.replace(self, band=(max(lows, default=None), min(highs, default=None)))
+
+    def has_frame_parts(self) -> bool:
+        """Whether positions matter: there is a band or a chunk."""
+        return self.band != (None, None) or self.chunk is not None
+
+    def frame_mask(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
+        """What band and chunk allow: bool (B|1, 1, t, s)."""
+        if self.q_pos is None:
+            q, k = (q_index + self.kv_len - self.q_len)[None], kv_index[None]
+        else:
+            q, k = self.q_pos[:, q_index], self.kv_pos[:, kv_index]
+        q, k = q[:, None, :, None], k[:, None, None, :]
+        lo, hi = self.band
+        mask = jnp.ones((1, 1, 1, 1), bool)
+        mask = mask if lo is None else mask & (k - q >= lo)
+        mask = mask if hi is None else mask & (k - q <= hi)
+        return mask if self.chunk is None else mask & (q // self.chunk == k // self.chunk)
+
+    def _segment_ids(self) -> tuple[Any, Any]:
+        m = self.canonical()
+        if m.dense is None:
+            return m._ids_or_zeros()
+        mask = concrete(dataclasses.replace(m, band=(None, None), chunk=None, pattern=None).element_mask())
+        if mask is None:
+            raise ValueError("segment ids of a dense mask need its values, these are traced")
+        return segments.from_dense(mask)
+
+    def _ids_or_zeros(self) -> tuple[jax.Array, jax.Array]:
+        m = self.canonical()
+        if m.q_ids is not None:
+            return m.q_ids, m.kv_ids
+        return jnp.zeros((1, self.q_len), jnp.int32), jnp.zeros((1, self.kv_len), jnp.int32)
+
+    def _positions(self, explicit: jax.Array | None, side: int, length: int) -> jax.Array:
+        positions = _with_rank(explicit, 2)
+        if positions is None:
+            positions = segments.positions_within(self._ids_or_zeros()[side])
+        return jnp.broadcast_to(positions, (self.batch_size, length))
+
+
+def _with_rank(x: Any, rank: int) -> Any:
+    """Adds a missing batch axis, or folds extra leading axes into it."""
+    if x is None or x.ndim == rank:
+        return x
+    return x[None] if x.ndim < rank else x.reshape(-1, *x.shape[-(rank - 1) :])

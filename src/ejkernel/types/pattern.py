@@ -1,0 +1,183 @@
+"""Block patterns: which blocks of keys each block of queries sees."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .inputs import ArrayInput, bool_array, concrete, static_int
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=["block_size", "num_heads"])
+@dataclass(frozen=True, eq=False)
+class BlockPattern:
+    """A block-sparse pattern: query block `i` sees key block `j` where `blocks[..., i, j]`.
+
+    Query `t` lives in block `t // bq` and key `s` in block `s // bk`, by plain index. Inside a seen block
+    everything is seen; element-wise causality comes from `MaskInfo.apply_causal`. A pytree, with the size static.
+
+    Fields:
+        blocks: bool (H|1, nq, nk) or (B|1, H|1, nq, nk). The static patterns below are numpy arrays, so that
+            they stay known while tracing.
+        block_size: tokens per block, one number or (bq, bk).
+        num_heads: how many heads `dense` shows, None for a pattern that has no head axis.
+
+    >>> pattern = BlockPattern.local_stride(2, 4, local_blocks=1, vert_stride=2)
+    >>> pattern.dense.astype(int).tolist()[0]
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    >>> pattern.is_kv_cache_efficient()
+    True
+    """
+
+    blocks: Any  # jax.Array | np.ndarray; other leaves (shardings, axes) under tree maps
+    block_size: int | tuple[int, int] = 64
+    num_heads: int | None = None
+
+    @classmethod
+    def local_stride(
+        cls,
+        num_heads: int,
+        num_blocks: int,
+        local_blocks: int,
+        vert_stride: int,
+        *,
+        homo_head: bool = False,
+        num_dense_heads: int = 0,
+        offset: int = 0,
+        block_size: int | tuple[int, int] = 64,
+    ) -> "BlockPattern":
+        """Recent blocks plus every `vert_stride`-th block, shifted from head to head; causal in blocks.
+
+        Head `h` lets query block `q` see key block `k <= q` when `q - k < local_blocks` or
+        `(k + h * step + offset) % vert_stride == 0`, with `step = max(1, vert_stride // num_heads)`.
+
+        Args:
+            homo_head: every head uses head 0's pattern.
+            num_dense_heads: the last so many heads see all blocks up to their own.
+            offset: shifts the columns of all heads.
+
+        >>> BlockPattern.local_stride(8, 16, local_blocks=2, vert_stride=4, num_dense_heads=1).dense.shape
+        (8, 16, 16)
+        """
+        num_heads = static_int("num_heads", num_heads, 1)
+        num_blocks = static_int("num_blocks", num_blocks, 1)
+        local_blocks = static_int("local_blocks", local_blocks, 1)
+        vert_stride = static_int("vert_stride", vert_stride, 1)
+        num_dense_heads = static_int("num_dense_heads", num_dense_heads, 0)
+        offset = static_int("offset", offset)
+        if num_dense_heads > num_heads:
+            raise ValueError(f"num_dense_heads must be at most {num_heads=}, got {num_dense_heads}")
+        shared = homo_head and num_dense_heads == 0
+        head = np.arange(1 if shared else num_heads)[:, None, None]  # (H|1, 1, 1)
+        q, k = np.arange(num_blocks)[:, None], np.arange(num_blocks)  # (n, 1), (n,)
+        step = 0 if homo_head else max(1, vert_stride // num_heads)
+        seen = (q - k < local_blocks) | ((k + head * step + offset) % vert_stride == 0)
+        seen |= head >= num_heads - num_dense_heads
+        return cls(seen & (k <= q), _checked_block_size(block_size), num_heads)
+
+    @classmethod
+    def sliding_blocks(
+        cls, num_blocks: int, left: int, right: int = 0, *, block_size: int | tuple[int, int] = 64
+    ) -> "BlockPattern":
+        """Each query block sees `left` blocks before its own, its own, and `right` after it, in every head.
+
+        >>> BlockPattern.sliding_blocks(4, left=1).dense.astype(int).tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+        """
+        num_blocks = static_int("num_blocks", num_blocks, 1)
+        left, right = static_int("left", left, 0), static_int("right", right, 0)
+        distance = np.arange(num_blocks) - np.arange(num_blocks)[:, None]  # (n, n) key block minus query block
+        return cls(((distance >= -left) & (distance <= right))[None], _checked_block_size(block_size))
+
+    @classmethod
+    def from_dense(cls, mask: ArrayInput, *, block_size: int | tuple[int, int] = 64) -> "BlockPattern":
+        """A pattern written by hand, one entry per block: bool or 0/1, (nq, nk), (H, nq, nk) or (B, H, nq, nk).
+
+        >>> import numpy as np
+        >>> BlockPattern.from_dense(np.eye(3, dtype=bool), block_size=16).dense.shape
+        (3, 3)
+        """
+        blocks = bool_array("mask", mask)
+        if blocks.ndim not in (2, 3, 4) or 0 in blocks.shape:
+            raise ValueError(f"mask must have shape (nq, nk), (H, nq, nk) or (B, H, nq, nk), got {blocks.shape}")
+        if blocks.ndim == 2:
+            return cls(blocks[None], _checked_block_size(block_size))
+        return cls(blocks, _checked_block_size(block_size), blocks.shape[-3])
+
+    @property
+    def dense(self) -> jax.Array:
+        """The blocks as given: (nq, nk), (H, nq, nk) or (B, H, nq, nk) bool."""
+        if self.num_heads is None:
+            return jnp.asarray(self.blocks[..., 0, :, :])
+        *batch, _, nq, nk = self.blocks.shape
+        return jnp.broadcast_to(self.blocks, (*batch, self.num_heads, nq, nk))
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bq, bk): tokens per query block and per key block."""
+        return (self.block_size, self.block_size) if isinstance(self.block_size, int) else self.block_size
+
+    def is_kv_cache_efficient(self) -> bool:
+        """Whether a key block, once no query block uses it, is never used again (a cache may drop it).
+
+        A key block exists from the first query block whose last index reaches it. Needs concrete blocks.
+
+        >>> BlockPattern.from_dense([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).is_kv_cache_efficient()
+        False
+        """
+        blocks = concrete(self.blocks)
+        if blocks is None:
+            raise ValueError("is_kv_cache_efficient needs concrete blocks, these are traced")
+        bq, bk = self.block_shape
+        nq, nk = blocks.shape[-2:]
+        exists = np.arange(nk) * bk < (np.arange(nq) + 1)[:, None] * bq  # (nq, nk)
+        skipped = exists & ~blocks
+        return not (skipped[..., :-1, :] & blocks[..., 1:, :]).any()
+
+    def fitted(self, q_len: int, kv_len: int) -> "BlockPattern":
+        """The pattern with a batch axis, cut to the blocks that these lengths touch: (B|1, H|1, nq, nk)."""
+        bq, bk = self.block_shape
+        nq, nk = self.blocks.shape[-2:]
+        if nq * bq < q_len or nk * bk < kv_len:
+            raise ValueError(
+                f"a pattern of {nq} x {nk} blocks of {bq} x {bk} tokens covers lengths up to ({nq * bq}, {nk * bk}), "
+                f"got {q_len=}, {kv_len=}"
+            )
+        blocks = self.blocks if self.blocks.ndim >= 4 else self.blocks[None]
+        return BlockPattern(blocks[..., : -(-q_len // bq), : -(-kv_len // bk)], self.block_size, self.num_heads)
+
+    def intersect(self, other: "BlockPattern", q_len: int, kv_len: int) -> "BlockPattern | None":
+        """Both patterns as one, in the finer blocks of the two; None where neither size divides the other."""
+        block_shape = []
+        for a, b in zip(self.block_shape, other.block_shape, strict=True):
+            if max(a, b) % min(a, b):
+                return None
+            block_shape.append(min(a, b))
+        bq, bk = block_shape
+        heads = {p.blocks.shape[-3] for p in (self, other)} - {1}
+        if len(heads) > 1:
+            raise ValueError(f"patterns with different numbers of heads cannot be combined: {sorted(heads)}")
+        a, b = (p._refined(bq, bk).fitted(q_len, kv_len).blocks for p in (self, other))
+        return BlockPattern(a & b, (bq, bk), self.num_heads or other.num_heads)
+
+    def _refined(self, bq: int, bk: int) -> "BlockPattern":
+        repeat_q, repeat_k = self.block_shape[0] // bq, self.block_shape[1] // bk
+        if (repeat_q, repeat_k) == (1, 1):
+            return self
+        blocks = self.blocks.repeat(repeat_q, axis=-2).repeat(repeat_k, axis=-1)
+        return BlockPattern(blocks, (bq, bk), self.num_heads)
+
+    def __repr__(self) -> str:
+        shape = getattr(self.blocks, "shape", self.blocks)
+        return f"BlockPattern(blocks={shape}, block_size={self.block_size})"
+
+
+def _checked_block_size(block_size: Any) -> int | tuple[int, int]:
+    if not isinstance(block_size, (tuple, list)):
+        return static_int("block_size", block_size, 1)
+    if len(block_size) != 2:
+        raise ValueError(f"block_size must be an int or (bq, bk), got {block_size}")
+    return (static_int("block_size[0]", block_size[0], 1), static_int("block_size[1]", block_size[1], 1))

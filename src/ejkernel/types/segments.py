@@ -1,0 +1,110 @@
+"""Segment ids: (B, L) int32 per side; a query sees the keys with its own id, negative ids are padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .inputs import concrete
+
+
+def from_lengths(lengths: jax.Array, length: int) -> jax.Array:
+    """Ids 0 below each length and -1 beyond: (B,) -> (B, L)."""
+    return jnp.where(jnp.arange(length) < lengths[:, None], 0, -1).astype(jnp.int32)
+
+
+def from_cu_seqlens(cu: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Ids (the sequence's number) and positions within the sequence, both (1, L); tokens past the end get -1 and 0."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    number = jnp.searchsorted(cu[1:], index, side="right").astype(jnp.int32)  # empty sequences are stepped over
+    inside = (index >= cu[0]) & (index < cu[-1])
+    ids = jnp.where(inside, number, -1)
+    positions = jnp.where(inside, index - cu[jnp.clip(number, 0, cu.shape[0] - 2)], 0)
+    return ids[None], positions[None]
+
+
+def positions_within(ids: jax.Array) -> jax.Array:
+    """How many earlier tokens of the row have the same id (0 for padding); segments need not be contiguous."""
+    order = jnp.argsort(ids, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(ids, order, axis=-1)
+    index = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    starts = jax.lax.cummax(jnp.where(_is_new(ranked), index, 0), axis=ids.ndim - 1)
+    inverse = jnp.argsort(order, axis=-1)
+    return jnp.where(ids >= 0, jnp.take_along_axis(index - starts, inverse, axis=-1), 0)
+
+
+def intersect(q_a: jax.Array, kv_a: jax.Array, q_b: jax.Array, kv_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids of the pairs (a, b), so that equal pairs get equal ids; one side's ids are kept where the other has only one.
+
+    Needs a sort of T + S tokens per row, never a T x S array.
+    """
+    q_len = q_a.shape[-1]
+    batch = max(x.shape[0] for x in (q_a, kv_a, q_b, kv_b))
+    a = _side_by_side(q_a, kv_a, batch)
+    b = _side_by_side(q_b, kv_b, batch)
+    ids = jnp.where(_is_single(b), a, jnp.where(_is_single(a), b, _rank_pairs(a, b)))
+    ids = jnp.where((a >= 0) & (b >= 0), ids, -1)
+    return ids[:, :q_len], ids[:, q_len:]
+
+
+def from_dense(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (B, T) and (B, S) that say exactly what a concrete mask (B, H, T, S) says; ValueError where none can."""
+    if (mask != mask[:, :1]).any():
+        raise ValueError(f"the attention mask {mask.shape} differs between heads: segment ids cannot express it")
+    mask = mask[:, 0]  # (B, T, S)
+    first_query = mask.argmax(axis=1)  # (B, S) the first query that sees the key names the segment
+    kv = np.where(mask.any(axis=1), first_query, -1)
+    first_key = mask.argmax(axis=2)  # (B, T)
+    q = np.where(mask.any(axis=2), np.take_along_axis(first_query, first_key, axis=1), -1)
+    if (((q[:, :, None] == kv[:, None, :]) & (q >= 0)[:, :, None]) != mask).any():
+        raise ValueError(
+            f"the attention mask {mask.shape} is not made of segments (two queries share a key but not all keys): "
+            "segment ids cannot express it"
+        )
+    return _number_from_zero(q, kv)
+
+
+def cu_seqlens(name: str, ids: jax.Array) -> jax.Array:
+    """Cumulative lengths (N+1,) of the segments, row by row, over the tokens that are not padding."""
+    values = concrete(ids)
+    if values is None:
+        raise ValueError(f"{name} needs concrete segment ids: their number is not known while tracing")
+    B, L = values.shape
+    run_starts = np.ones((B, L), bool)
+    run_starts[:, 1:] = values[:, 1:] != values[:, :-1]
+    run_starts &= values >= 0
+    for row, (row_ids, starts) in enumerate(zip(values, run_starts, strict=True)):
+        if len(np.unique(row_ids[starts])) != starts.sum():
+            raise ValueError(f"{name} needs contiguous segments, row {row} has an id in two places: {row_ids}")
+    real_before = np.cumsum(values >= 0) - (values >= 0).reshape(-1)  # (B * L,)
+    return jnp.asarray(np.append(real_before[run_starts.reshape(-1)], (values >= 0).sum()), jnp.int32)
+
+
+def _is_new(ranked: jax.Array) -> jax.Array:
+    first = jnp.ones((*ranked.shape[:-1], 1), bool)
+    return jnp.concatenate([first, ranked[..., 1:] != ranked[..., :-1]], axis=-1)
+
+
+def _side_by_side(q: jax.Array, kv: jax.Array, batch: int) -> jax.Array:
+    return jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[-1])) for x in (q, kv)], axis=-1)  # (B, T + S)
+
+
+def _is_single(ids: jax.Array) -> jax.Array:
+    """(B, 1): whether a row has at most one id besides padding."""
+    highest = ids.max(axis=-1, keepdims=True)
+    return ((ids < 0) | (ids == highest)).all(axis=-1, keepdims=True)
+
+
+def _rank_pairs(a: jax.Array, b: jax.Array) -> jax.Array:
+    order = jnp.lexsort((b, a), axis=-1)
+    new_a = _is_new(jnp.take_along_axis(a, order, axis=-1))
+    new_b = _is_new(jnp.take_along_axis(b, order, axis=-1))
+    ranks = jnp.cumsum(new_a | new_b, axis=-1, dtype=jnp.int32) - 1
+    return jnp.take_along_axis(ranks, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def _number_from_zero(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    for row in range(q.shape[0]):
+        names = np.unique(q[row][q[row] >= 0])
+        q[row] = np.where(q[row] >= 0, np.searchsorted(names, q[row]), -1)
+        kv[row] = np.where(kv[row] >= 0, np.searchsorted(names, kv[row]), -1)
+    return q.astype(np.int32), kv.astype(np.int32)

@@ -1,0 +1,44 @@
+"""Where the arrays of a mask live on a mesh."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from .mask import MaskInfo
+
+MASK_DIMS = {
+    "q_ids": "B T",
+    "kv_ids": "B S",
+    "q_pos": "B T",
+    "kv_pos": "B S",
+    "dense": "B H T S",
+    "pattern": "B H nq nk",
+}
+Axes = str | tuple[str, ...] | None
+
+
+def mask_shardings(mask: "MaskInfo", mesh: Mesh | AbstractMesh, axes: Mapping[str, Axes]) -> "MaskInfo":
+    """The mask's tree with a NamedSharding per array, from mesh axes by dimension."""
+
+    def sharding(path, x):
+        dims = MASK_DIMS[path[0].name].split()
+        dims = [""] * (x.ndim - len(dims)) + dims[-x.ndim :]
+        spec, used = [], set()  # an axis serves the first dimension that asks for it
+        for dim, size in zip(dims, x.shape, strict=True):
+            names = _fitting(mesh, axes.get(dim), size, used)
+            used.update(names)
+            spec.append(names[0] if len(names) == 1 else names or None)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(sharding, mask)
+
+
+def _fitting(mesh: Mesh | AbstractMesh, axes: Axes, size: int, used: Collection[str]) -> tuple[str, ...]:
+    """The unused axes that the mesh has, if together they divide the dimension."""
+    wanted = (axes,) if isinstance(axes, str) else axes or ()
+    names = tuple(name for name in wanted if name in mesh.shape and name not in used)
+    return () if size % math.prod(mesh.shape[name] for name in names) else names

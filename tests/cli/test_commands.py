@@ -1,0 +1,220 @@
+"""The command line: what it prints and how it exits."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from ejkernel import modules
+from ejkernel.cli import cases
+from ejkernel.cli.main import app
+from ejkernel.cli.verify import platforms_for
+from ejkernel.ops import list_operations
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("info", "verify", "explain", "support"):
+        assert command in result.output
+
+
+def test_info_names_devices_versions_and_every_platform():
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    assert jax.__version__ in result.output
+    for word in ("devices", "triton", "pallas", "cudnn", "flash_attention"):
+        assert word in result.output
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+def test_info_says_why_platforms_do_not_work_here():
+    from ejkernel.cli.info import platforms
+
+    found = platforms()
+    assert set(found["xla"].operations) == set(list_operations())
+    for name in ("triton", "pallas", "cudnn"):
+        assert found[name].operations == []
+        assert any("needs an NVIDIA GPU" in reason for reason in found[name].reasons)
+
+
+# verify -----------------------------------------------------------------------------------------------------
+
+
+def test_every_operation_has_cases():
+    assert {case.operation for case in cases.all_cases()} == set(list_operations())
+
+
+def test_every_case_can_run_here():
+    assert all(platforms_for(case)[0] for case in cases.all_cases())
+
+
+def test_verify_passes_here():
+    # the two that are quick to compile; the shared tests check all operations far more closely
+    result = run("verify", "scaled_dot_product_attention", "mean_pooling")
+    assert result.exit_code == 0, result.output
+    assert "checks passed" in result.output
+    assert result.output.count(" ok ") >= 3
+
+
+small = partial(cases._attention, "small", "B1 T24 H2 D8", dtype="float32", causal=True)
+
+
+def only(monkeypatch, *chosen):
+    monkeypatch.setattr(cases, "all_cases", lambda: list(chosen))
+
+
+def named_flash(function):
+    function.__name__ = "flash_attention"
+    return function
+
+
+def test_verify_exits_with_1_on_a_wrong_answer(monkeypatch):
+    wrong = named_flash(
+        lambda query, key, value, **options: 1.01 * modules.flash_attention(query, key, value, **options)
+    )
+    only(monkeypatch, small(), small(function=wrong))
+    result = run("verify")
+    assert result.exit_code == 1
+    assert "1 of 2 checks failed" in result.output
+    assert "FAILED" in result.output
+
+
+def test_verify_exits_with_1_on_a_wrong_gradient(monkeypatch):
+    def wrong(query, key, value, **options):
+        return modules.flash_attention(jax.lax.stop_gradient(query), key, value, **options)
+
+    only(monkeypatch, small(function=named_flash(wrong)))
+    assert run("verify").exit_code == 1
+
+
+def test_verify_exits_with_1_on_nan(monkeypatch):
+    nan = named_flash(
+        lambda query, key, value, **options: modules.flash_attention(query, key, value, **options) + jax.numpy.nan
+    )
+    only(monkeypatch, small(function=nan))
+    assert run("verify").exit_code == 1
+
+
+def test_verify_reports_a_crash_and_goes_on(monkeypatch):
+    def broken(query, key, value, platform=None, **options):
+        if platform is not None:
+            raise NotImplementedError("the kernel is on fire")
+        return modules.flash_attention(query, key, value, **options)
+
+    only(monkeypatch, small(function=named_flash(broken)), small())
+    result = run("verify")
+    assert result.exit_code == 1
+    assert "the kernel is on fire" in result.output
+    assert "1 of 2 checks failed" in result.output
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU")
+def test_verify_of_a_platform_that_is_not_here_says_why(monkeypatch):
+    only(monkeypatch, small())
+    result = run("verify", "--platform", "cudnn")
+    assert result.exit_code == 1
+    assert "needs an NVIDIA GPU" in result.output
+    assert "nothing could be checked" in result.output
+
+
+def test_verify_refuses_unknown_names():
+    assert run("verify", "flesh_attention").exit_code == 2
+    assert run("verify", "--platform", "abacus").exit_code == 2
+
+
+def test_verify_of_chosen_operations(monkeypatch):
+    only(monkeypatch, small(), cases._pooling("pooled", (1, 8, 1, 4), "float32", chunk_size=4))
+    result = run("verify", "mean_pooling")
+    assert result.exit_code == 0, result.output
+    assert "all 1 checks passed" in result.output
+
+
+# explain ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+@pytest.mark.parametrize("operation", list_operations())
+def test_explain_on_a_cpu_says_why_the_others_do_not_run(operation):
+    result = run("explain", operation)
+    assert result.exit_code == 0, result.output
+    assert "xla" in result.output
+    assert result.output.count("needs an NVIDIA GPU") == 3
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+@pytest.mark.parametrize("forced", ["triton", "pallas", "cudnn"])
+def test_explain_of_a_forced_platform_gives_the_reasons_the_call_raises_with(forced):
+    result = run("explain", "flash_attention", "--length", "32", "--platform", forced)
+    assert result.exit_code == 1
+    x = jax.numpy.ones((1, 32, 8, 64), jax.numpy.bfloat16)
+    with pytest.raises(NotImplementedError, match=f"platform '{forced}' cannot do this call") as raised:
+        modules.flash_attention(x, x, x, platform=forced)
+    reasons = re.findall(rf"^  {forced}: (.*)$", str(raised.value), re.MULTILINE)
+    assert reasons
+    for reason in reasons:
+        assert reason in result.output
+    assert "platforms that could: xla" in result.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--batch 2 --length 4096 --heads 8 --kv-heads 2 --dim 64 --dtype bfloat16 --causal --window 128,0",
+        "--length 64 --kv-length 128 --value-dim 32 --bias --sinks --soft-cap 30 --lse",
+        "--length 64 --documents 4 --dropout 0.1 --dtype float32 --window 8",
+    ],
+)
+def test_explain_takes_every_option_of_flash_attention(options):
+    result = run("explain", "flash_attention", *options.split())
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("flesh_attention", "unknown operation"),
+        ("flash_attention --chunk-size 4", "has no chunk_size"),
+        ("flash_attention --block-size 4", "has no block_size"),
+        ("scaled_dot_product_attention --sinks", "has no softmax_aux"),
+        ("mean_pooling --causal", "has no causal"),
+        ("mean_pooling --bias", "has no bias"),
+        ("flash_attention --window wide", "must be a number or left,right"),
+        ("flash_attention --heads 8 --kv-heads 3", "must be a multiple of key heads"),
+        ("flash_attention --dtype float64", "not supported; use one of float32"),
+        ("flash_attention --platform abacus", "is unknown"),
+        ("flash_attention --documents 2 --kv-length 2048", "pack queries and keys alike"),
+    ],
+)
+def test_explain_ignores_nothing(command, message):
+    result = run("explain", *command.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def commands_in(readme: Path) -> list[str]:
+    return re.findall(r"ejkernel (explain [^`#\n]*)", readme.read_text())
+
+
+@pytest.mark.parametrize(
+    "command", [c for p in (ROOT / "README.md", *ROOT.glob("src/**/README.md")) for c in commands_in(p)]
+)
+def test_commands_in_the_readmes_run(command):
+    result = run(*command.split())
+    assert result.exit_code == 0, result.output
+
+
+def test_support_prints_the_table():
+    result = run("support", "flash_attention")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("| feature |")
+    assert run("support", "flesh_attention").exit_code == 2

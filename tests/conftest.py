@@ -1,0 +1,79 @@
+"""Settings of the whole suite. JAX reads its environment on import, so nothing here imports it at the top.
+
+On a CPU there are 8 host devices, and XLA optimises little: the suite compiles hundreds of small programs and runs
+each once. What is compiled as users compile it says so (`optimised=True` in `harness`).
+`pytest -m gpu` leaves JAX its accelerator and runs the tests marked `gpu`, on every platform of a GPU.
+"""
+
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `import harness`, also where pyproject.toml is not read
+
+# the last two make compiling three times as fast
+HOST_FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if version("jaxlib") < "0.11":  # JAX 0.11 has no other emitters, and ends on an unknown flag
+    HOST_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", "tpu_aot: compiles for TPUs with libtpu, on any machine")
+    config.addinivalue_line("filterwarnings", "error")
+    if not wants_gpu(config):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        given = os.environ.get("XLA_FLAGS", "")
+        missing = [flag for flag in HOST_FLAGS if flag.split("=")[0] not in given]
+        os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    use_hypothesis_profile()
+
+
+def use_hypothesis_profile():
+    from hypothesis import HealthCheck, settings
+
+    # compiling is slow, a failure must repeat, and nothing is to be written into the checkout
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile(
+        "ejkernel", deadline=None, max_examples=15, derandomize=True, database=None, suppress_health_check=quiet
+    )
+    settings.load_profile("ejkernel")
+
+
+def wants_gpu(config) -> bool:
+    asked = config.getoption("markexpr", "") or ""
+    return "gpu" in asked and "not gpu" not in asked
+
+
+def pytest_generate_tests(metafunc):
+    """`platform` runs a test on every platform of this machine: those of the CPU, or with `-m gpu` those of a GPU."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    own = any("platform" in str(mark.args[0] if mark.args else mark.kwargs.get("argnames")) for mark in marks)
+    if own or "platform" not in metafunc.fixturenames:
+        return
+    from harness import PLATFORMS
+
+    device = "gpu" if wants_gpu(metafunc.config) else "cpu"
+    marks = [pytest.mark.gpu] if device == "gpu" else []
+    chosen = [pytest.param(p, id=p.id, marks=marks) for p in PLATFORMS if p.device == device]
+    metafunc.parametrize("platform", chosen)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is not None:
+        import jax
+
+        if jax.default_backend() != "gpu":
+            pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_tuned_files(tmp_path_factory):
+    """What this machine's user has tuned must not decide a test."""
+    os.environ["EJKERNEL_CACHE_DIR"] = str(tmp_path_factory.mktemp("tuned"))
+    os.environ.pop("EJKERNEL_CHECKS", None)
+    yield
+    del os.environ["EJKERNEL_CACHE_DIR"]

@@ -1,0 +1,79 @@
+"""Outputs and every gradient of a function of named arrays, against its definition."""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tolerances import assert_close
+
+# undoes conftest.py
+AS_USERS_COMPILE: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
+if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
+    AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
+
+Arrays = dict[str, Any]
+Function = Callable[[Arrays], Arrays]
+
+
+def normal(name: str, shape: tuple[int, ...], dtype: Any = "float32") -> jax.Array:
+    """Random numbers that depend on the name, so that no two arrays are alike."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+
+def with_gradients(function: Function, *, optimised: bool = False) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """One compiled program from (arrays, cotangents) to outputs, and gradients of every array."""
+
+    def both(arrays: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        outputs, pull = jax.vjp(function, arrays)
+        given = {name: cotangents[name].astype(x.dtype) for name, x in outputs.items()}
+        return outputs, pull(given)[0]
+
+    options = AS_USERS_COMPILE if optimised and jax.default_backend() == "cpu" else None
+    return jax.jit(both, compiler_options=options)
+
+
+def evaluate(
+    function: Function, arrays: Arrays, cotangents: Arrays, *, optimised: bool = False
+) -> tuple[Arrays, Arrays]:
+    """Outputs, and gradients of every array."""
+    return with_gradients(function, optimised=optimised)(arrays, cotangents)
+
+
+def cotangents_for(function: Function, arrays: Arrays, dtype: Any) -> Arrays:
+    """A random cotangent for every output, in the dtype of the inputs so that it is the same number everywhere."""
+    shapes = jax.eval_shape(function, arrays)
+    return {name: normal(f"cotangent of {name}", x.shape, dtype) for name, x in shapes.items()}
+
+
+def check(
+    function: Function,
+    definition: Callable[[Arrays, Any, bool], Arrays],
+    arrays: Mapping[str, Any],
+    dtype: Any = "float32",
+    *,
+    narrow: bool = False,
+    optimised: bool = False,
+) -> None:
+    """Check outputs and gradients of `function` against `definition(arrays, dtype, exact)`.
+
+    The exact result is the definition in float32 on the same numbers; the naive one is the definition in `dtype`,
+    its gradient by autodiff. `narrow` says that an option rounds on purpose, so that even float32 has a naive error.
+    """
+    arrays = dict(arrays)
+    widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    cotangents = cotangents_for(function, arrays, dtype)
+    exact = evaluate(lambda a: definition(a, jnp.float32, True), widened, cotangents)
+    naive = (None, None)
+    if narrow or jnp.dtype(dtype) != jnp.float32:
+        naive = evaluate(lambda a: definition(a, jnp.dtype(dtype), False), arrays, cotangents)
+    ours = evaluate(function, arrays, cotangents, optimised=optimised)
+    assert_close(ours[0], exact[0], naive[0], "output")
+    assert_close(ours[1], exact[1], naive[1], "gradient of")
+    for name, x in arrays.items():
+        assert ours[1][name].dtype == x.dtype, f"gradient of {name} is {ours[1][name].dtype}, not {x.dtype}"

@@ -1,0 +1,53 @@
+"""Where a test runs."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.ops import interpret
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A platform of the library on a device of this machine.
+
+    Attributes:
+        name: what `platform=` is given.
+        device: "cpu" or "gpu".
+        interpreted: whether the kernels run in their interpreter.
+        tiles: whether the platform takes a case's tile sizes; otherwise it chooses its own.
+        precision: what float32 matmuls need to be float32.
+    """
+
+    name: str
+    device: str = "cpu"
+    interpreted: bool = False
+    tiles: bool = False
+    precision: str | None = None
+
+    @property
+    def id(self) -> str:
+        how = "-interpreted" if self.interpreted else ""
+        return self.name + how if self.device == "cpu" else f"{self.name}-{self.device}"
+
+    def context(self) -> AbstractContextManager[None]:
+        return interpret() if self.interpreted else nullcontext()
+
+    def options(self, tiles: tuple[int, int], dtype: str) -> dict[str, Any]:
+        """The keywords that send a call of a public function here."""
+        options: dict[str, Any] = {"platform": self.name}
+        if self.tiles:
+            options["cfg"] = dict(zip(("block_q", "block_k"), tiles, strict=True))
+        if self.precision is not None and dtype == "float32":
+            options["precision"] = self.precision
+        return options
+
+
+# one line each; a platform that refuses a case is checked to say why
+PLATFORMS = (
+    Platform("xla", tiles=True),
+    Platform("xla", "gpu", tiles=True, precision="highest"),
+    Platform("triton", "gpu"),
+    Platform("pallas", "gpu"),
+    Platform("cudnn", "gpu"),
+)

@@ -1,0 +1,123 @@
+"""autotune measures the search space, uses the winner at once, and keeps it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.softmax import xla
+from ejkernel.kernels.softmax.operations import bucket
+from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.modules import flash_attention
+from ejkernel.ops import TunedConfigs, autotune, explain, tuning
+from ejkernel.ops.cache import user_file
+
+Q = jnp.ones((1, 32, 2, 8))
+FAST, SLOW, DEFAULT = xla.Config(16, 16), xla.Config(8, 8), xla.default_config(canonicalise(Q, Q, Q))
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Three candidates whose times are made up; the configs measured, in order."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(xla, "search_space", lambda call: [SLOW, FAST, SLOW])
+    seen = []
+
+    def measure(operation, implementation, call, config, arrays):
+        assert not any(isinstance(x, jax.core.Tracer) for x in arrays.values())
+        seen.append(config)
+        return {FAST: 1e-6, SLOW: 3e-6}.get(config, 2e-6)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    return seen
+
+
+def test_the_winner_is_kept(measured):
+    with autotune(progress=False):
+        flash_attention(Q, Q, Q)
+    assert measured == [DEFAULT, SLOW, FAST]  # each once
+    kept = TunedConfigs.load(user_file("cpu"))
+    where = "flash_attention", bucket(canonicalise(Q, Q, Q))
+    assert kept.find(*where, "xla") == {"block_q": 16, "block_k": 16}
+    assert kept.times(*where) == {"xla": pytest.approx(1.0)}
+    assert explain(flash_attention, Q, Q, Q).config == FAST
+    assert explain(flash_attention, Q, Q, Q).config_source == "the user's tuned file"
+
+
+def test_measured_once_per_bucket(measured):
+    with autotune(progress=False):
+        flash_attention(Q, Q, Q)
+        flash_attention(Q[:, :20], Q[:, :20], Q[:, :20])
+        assert len(measured) == 3
+        flash_attention(Q, Q, Q, causal=True)
+        assert len(measured) == 6
+
+
+def test_without_save_nothing_is_written(measured):
+    with autotune(save=False, progress=False):
+        flash_attention(Q, Q, Q)
+    assert len(measured) == 3 and not user_file("cpu").exists()
+    assert explain(flash_attention, Q, Q, Q).config_source == "default"
+
+
+def test_the_winner_is_used_at_once(measured):
+    def run(q):
+        return flash_attention(q, q, q)
+
+    with autotune(save=False, progress=False):
+        text = jax.jit(run).lower(Q).as_text()
+    assert "tensor<16x16xf32>" in text and "tensor<32x32xf32>" not in text
+
+
+def test_an_explicit_config_is_not_tuned(measured):
+    with autotune(progress=False):
+        flash_attention(Q, Q, Q, cfg={"block_q": 8})
+    assert not measured
+
+
+def test_explain_does_not_tune(measured):
+    with autotune(progress=False):
+        explain(flash_attention, Q, Q, Q)
+    assert not measured
+
+
+def test_nothing_tunes_unasked(measured):
+    flash_attention(Q, Q, Q)
+    assert not measured
+
+
+def test_autotune_ends_with_an_error(measured):
+    with pytest.raises(ZeroDivisionError), autotune(progress=False):
+        _ = 1 / 0
+    assert not tuning.active()
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_shown_when_asked(measured, progress, capsys):
+    with autotune(save=False, progress=progress):
+        flash_attention(Q, Q, Q)
+    assert ("tuning flash_attention on xla" in capsys.readouterr().out) == progress
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_for_real(compiled, monkeypatch, tmp_path):
+    """Two candidates, truly measured, forward and backward; inside jit on random arrays."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(xla, "search_space", lambda call: [xla.Config(16, 16)])
+    monkeypatch.setattr(tuning, "REPEATS", 1)
+
+    def run(q):
+        return flash_attention(q, q, q, causal=True)
+
+    with autotune(progress=False):
+        got = (jax.jit(run) if compiled else run)(Q)
+    np.testing.assert_allclose(got, 1.0, rtol=1e-6)
+    entries = TunedConfigs.load(user_file("cpu")).entries["flash_attention"]
+    (entry,) = entries.values()
+    assert entry["xla"]["microseconds"] > 0 and set(entry["xla"]["config"]) == {"block_q", "block_k"}
+
+
+def test_median_seconds_repeats():
+    calls = []
+    assert tuning.median_seconds(lambda: calls.append(1), repeats=3) >= 0
+    assert len(calls) == 4  # one to warm up

@@ -1,0 +1,190 @@
+"""Which platform runs, and how that is explained."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel import explain as explain_at_the_top
+from ejkernel import ops
+from ejkernel.kernels.softmax import xla
+from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
+from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
+from ejkernel.ops import Target, explain, interpret, interpreting
+from ejkernel.ops.dispatch import choose
+from ejkernel.ops.operation import PLATFORMS, get_operation
+
+Q = jnp.ones((1, 32, 2, 16))
+SHAPE = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.bfloat16)
+H200 = Target("gpu", "nvidia_h200", "sm_90")
+
+
+def test_explain_names_platform_config_and_refusals():
+    told = explain(flash_attention, Q, Q, Q, causal=True)
+    assert told.operation == "flash_attention" and told.platform == "xla"
+    assert told.config == xla.default_config(canonicalise(Q, Q, Q, causal=True)) and told.config_source == "default"
+    assert set(told.refusals) == {"triton", "pallas", "cudnn"} and all(told.refusals.values())
+    assert told.target.backend == "cpu"
+
+
+def test_explain_reads_well():
+    text = str(explain(flash_attention, Q, Q, Q))
+    assert text.startswith("flash_attention on cpu: xla (first of xla that can)")
+    assert "config: Config(block_q=" in text and "(from default)" in text
+    for platform, need in {
+        "triton": "an NVIDIA GPU",
+        "pallas": "an NVIDIA GPU or a TPU",
+        "cudnn": "an NVIDIA GPU",
+    }.items():
+        assert f"not {platform}: needs {need}, this call is for cpu" in text
+    assert repr(explain(flash_attention, Q, Q, Q)) == text
+
+
+def test_explain_takes_shapes_alone():
+    assert explain(flash_attention, SHAPE, SHAPE, SHAPE, causal=True).platform == "xla"
+    assert explain(flash_attention, Q, SHAPE.update(dtype=jnp.float32), Q).platform == "xla"
+
+
+def test_explain_computes_nothing(monkeypatch):
+    monkeypatch.setattr(xla, "forward", None)
+    assert explain(flash_attention, Q, Q, Q).platform == "xla"
+
+
+@pytest.mark.parametrize("function", [flash_attention, scaled_dot_product_attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_explain_of_a_forced_platform(function, platform):
+    told = explain(function, Q, Q, Q, platform=platform)
+    assert told.platform == (platform if platform == "xla" else None)
+    assert "forced by platform=" in told.reason
+    if platform != "xla":
+        assert "nothing can run this" in str(told)
+
+
+def test_explain_of_blocksparse():
+    told = explain(blocksparse_attention, Q, Q, Q, block_mask=jnp.ones((2, 2), bool), block_size=16)
+    assert (told.operation, told.platform) == ("blocksparse_attention", "xla")
+
+
+def test_explain_through_a_users_function():
+    def layer(x):
+        return flash_attention(x, x, x, causal=True) + 1
+
+    assert explain(layer, Q).operation == "flash_attention"
+
+
+def test_explain_of_something_else():
+    with pytest.raises(TypeError, match="cos is not an operation of ejkernel"):
+        explain(jnp.cos, Q)
+
+
+def test_explain_raises_what_the_call_would():
+    with pytest.raises(ValueError, match="must be a multiple of key heads"):
+        explain(flash_attention, Q, jnp.ones((1, 32, 3, 16)), jnp.ones((1, 32, 3, 16)))
+
+
+def test_explain_leaves_no_trace():
+    explain(flash_attention, Q, Q, Q)
+    assert flash_attention(Q, Q, Q).shape == Q.shape
+
+
+def test_auto_is_none():
+    assert explain(flash_attention, Q, Q, Q, platform="auto").platform == "xla"
+
+
+def call_on(target, **options):
+    return canonicalise(*(jnp.ones((1, 32, 2, 64), jnp.bfloat16),) * 3, **options).on(target)
+
+
+def test_cudnn_on_a_gpu_gives_every_reason():
+    call = call_on(H200, logits_soft_cap=3.0, bias=jnp.ones((32, 32)), dropout_prob=0.1, dropout_seed=0)
+    _, told = choose(FLASH_ATTENTION, call, None, None)
+    assert told.platform != "cudnn"
+    reasons = " / ".join(told.refusals["cudnn"])
+    assert "soft cap" in reasons and "bias" in reasons and "dropout" in reasons
+
+
+def test_the_preference_of_the_device_decides():
+    plan, told = choose(FLASH_ATTENTION, call_on(H200), None, None)
+    assert told.platform == next(p for p in FLASH_ATTENTION.preference["gpu"] if p not in told.refusals)
+    assert plan.target == H200
+
+
+def test_interpret_lets_kernels_of_absent_hardware_through():
+    before = explain(flash_attention, Q, Q, Q).refusals["triton"]
+    assert "ejkernel.ops.interpret()" in before[0]
+    with interpret():
+        assert interpreting()
+        during = explain(flash_attention, Q, Q, Q).refusals
+    assert not interpreting()
+    assert not any("needs an NVIDIA GPU" in reason for reason in during.get("triton", []))
+    assert any("needs an NVIDIA GPU" in reason for reason in during["cudnn"])
+
+
+def test_interpret_ends_with_an_error():
+    with pytest.raises(ZeroDivisionError), interpret():
+        _ = 1 / 0
+    assert not interpreting()
+
+
+def test_interpret_does_not_change_what_auto_picks():
+    with interpret():
+        assert explain(flash_attention, Q, Q, Q).platform == "xla"
+
+
+def test_operations_have_names():
+    names = ops.list_operations()
+    assert {"flash_attention", "scaled_dot_product_attention", "blocksparse_attention"} <= set(names)
+    assert names == sorted(names)
+    assert get_operation("flash_attention") is get_operation(flash_attention) is get_operation(FLASH_ATTENTION)
+
+
+def test_an_unknown_operation():
+    with pytest.raises(ValueError, match=r"unknown operation 'attend'; known: .*flash_attention"):
+        get_operation("attend")
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "scaled_dot_product_attention", "blocksparse_attention"])
+def test_the_support_table_asks_the_implementations(name):
+    rows = ops.support_table(name).splitlines()
+    header = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    assert header[:2] == ["feature", "xla"] and set(rows[1]) <= set("|- ")
+    features = {row.split("|")[1].strip(): row for row in rows[2:]}
+    assert {"plain", "causal", "bias", "sinks", "dropout", "segments", "block pattern"} <= set(features)
+    for row in rows[2:]:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == len(header) and cells[1] == "yes"
+        assert all(cell == "yes" or cell.startswith("no: ") for cell in cells[1:])
+
+
+def test_the_support_table_tells_why_cudnn_cannot():
+    header, _, *rows = ops.support_table(flash_attention).splitlines()
+    column = [cell.strip() for cell in header.split("|")].index("cudnn")
+    cells = {row.split("|")[1].strip(): row.split("|")[column].strip() for row in rows}
+    assert cells["causal"] == "yes" and "bias" in cells["bias"] and "soft cap" in cells["soft cap"]
+
+
+def test_device_kind():
+    assert ops.device_kind() == "cpu"
+
+
+def test_a_mesh_decides_the_device():
+    mesh = jax.make_mesh((1,), ("x",))
+    assert explain(flash_attention, Q, Q, Q, mesh=mesh).target.backend == "cpu"
+
+
+def test_public_names():
+    for name in ("Operation", "Implementation", "explain", "use_config", "autotune", "interpret", "list_operations",
+                 "support_table", "TunedConfigs", "device_kind"):  # fmt: skip
+        assert hasattr(ops, name), name
+    assert explain_at_the_top is explain
+
+
+@pytest.mark.parametrize("name", ["xla", "cudnn"])
+def test_an_implementation_has_six_names(name):
+    implementation = FLASH_ATTENTION.load(name, "gpu")
+    for wanted in ("Config", "unsupported", "default_config", "search_space", "forward", "backward"):
+        assert hasattr(implementation, wanted), wanted
+    call = call_on(H200)
+    config = implementation.default_config(call)
+    assert isinstance(config, implementation.Config) and hash(config) is not None
+    assert all(isinstance(c, implementation.Config) for c in implementation.search_space(call))

@@ -1,0 +1,126 @@
+"""TunedConfigs: saved atomically under a lock, merged, and tolerant of damage."""
+
+import json
+import multiprocessing
+
+import pytest
+
+from ejkernel.ops import TunedConfigs
+from ejkernel.ops.cache import SCHEMA
+
+ONE = TunedConfigs().add("flash_attention", "T64", "xla", {"block_q": 8}, 120.0)
+TWO = TunedConfigs().add("flash_attention", "T64", "triton", {"block_m": 64}, 30.0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "deep" / "er" / "cpu.json"
+
+
+def test_a_missing_file_is_empty(path):
+    assert TunedConfigs.load(path) == TunedConfigs()
+    assert not path.parent.exists()
+
+
+def test_save_and_load(path):
+    ONE.save(path)
+    assert TunedConfigs.load(path) == ONE
+    assert TunedConfigs.load(str(path)) == ONE
+    document = json.loads(path.read_text())
+    assert document["schema"] == SCHEMA
+    assert document["entries"]["flash_attention"]["T64"]["xla"] == {"config": {"block_q": 8}, "microseconds": 120.0}
+
+
+def test_find_and_times():
+    both = ONE | TWO
+    assert both.find("flash_attention", "T64", "xla") == {"block_q": 8}
+    assert both.find("flash_attention", "T64", "pallas") is None
+    assert both.find("flash_attention", "T128", "xla") is None and both.find("other", "T64", "xla") is None
+    assert both.times("flash_attention", "T64") == {"xla": 120.0, "triton": 30.0}
+    assert both.times("other", "T64") == {}
+
+
+def test_merging_keeps_both_and_the_right_one_wins():
+    newer = TunedConfigs().add("flash_attention", "T64", "xla", {"block_q": 16}, 90.0)
+    merged = ONE | TWO | newer
+    assert merged.find("flash_attention", "T64", "xla") == {"block_q": 16}
+    assert merged.find("flash_attention", "T64", "triton") == {"block_m": 64}
+    assert ONE.find("flash_attention", "T64", "xla") == {"block_q": 8}  # untouched
+
+
+def test_saving_merges_with_what_is_there(path):
+    ONE.save(path)
+    TWO.save(path)
+    assert TunedConfigs.load(path) == ONE | TWO
+
+
+def test_nothing_is_left_beside_the_file(path):
+    ONE.save(path)
+    assert {p.name for p in path.parent.iterdir()} <= {path.name, path.name + ".lock"}
+
+
+DAMAGE = {
+    "empty": "",
+    "cut-short": '{"schema": 1, "entries": {"flash',
+    "not-json": "hello",
+    "a-list": "[]",
+    "a-number": "3",
+    "no-schema": '{"entries": {}}',
+    "newer-schema": '{"schema": 999, "entries": {}}',
+    "no-entries": '{"schema": 1}',
+    "entries-list": '{"schema": 1, "entries": []}',
+    "buckets-list": '{"schema": 1, "entries": {"flash_attention": []}}',
+    "platforms-number": '{"schema": 1, "entries": {"flash_attention": {"T64": 3}}}',
+    "no-config": '{"schema": 1, "entries": {"flash_attention": {"T64": {"xla": {"microseconds": 1.0}}}}}',
+    "no-time": '{"schema": 1, "entries": {"flash_attention": {"T64": {"xla": {"config": {}}}}}}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_set_aside(name, path):
+    path.parent.mkdir(parents=True)
+    path.write_text(DAMAGE[name])
+    with pytest.warns(UserWarning, match=r"tuned configs in .*cpu\.json are unreadable .* defaults are used"):
+        assert TunedConfigs.load(path) == TunedConfigs()
+    assert not path.exists() and path.with_name("cpu.json.damaged").read_text() == DAMAGE[name]
+    assert TunedConfigs.load(path) == TunedConfigs()  # and only once
+
+
+def test_bytes_that_are_no_text(path):
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(UserWarning, match="unreadable"):
+        assert TunedConfigs.load(path) == TunedConfigs()
+
+
+def test_saving_over_a_damaged_file(path):
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.warns(UserWarning, match="unreadable"):
+        ONE.save(path)
+    assert TunedConfigs.load(path) == ONE
+
+
+def test_a_folder_in_its_place(path):
+    path.mkdir(parents=True)
+    with pytest.warns(UserWarning, match="unreadable"):
+        assert TunedConfigs.load(path) == TunedConfigs()
+
+
+def _write(path, number):
+    for n in range(10):
+        TunedConfigs().add("flash_attention", f"T{n}", f"p{number}", {"block_q": number}, 1.0).save(path)
+
+
+def test_writers_at_the_same_time_lose_nothing(path):
+    context = multiprocessing.get_context("forkserver")
+    writers = [context.Process(target=_write, args=(path, number)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    found = TunedConfigs.load(path)
+    for n in range(10):
+        assert found.times("flash_attention", f"T{n}").keys() == {f"p{number}" for number in range(4)}

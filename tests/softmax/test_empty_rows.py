@@ -1,0 +1,102 @@
+"""Rows that see nothing: zeros, lse -inf (or that of their sinks), and no gradient."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.types import BlockPattern, MaskInfo
+from harness import cotangents_for, evaluate
+from harness.softmax import Case, call_case
+from tolerances import assert_close
+
+T, S = 20, 24
+
+MASKS = {
+    "kv-length-0": lambda c: MaskInfo(T, S).apply_kv_lengths(jnp.array([0, 0])),
+    "mask-all-false": lambda c: MaskInfo.from_attention_mask(jnp.zeros((2, 1, T, S), bool)),
+    "all-padding": lambda c: MaskInfo.from_segments(jnp.full((2, T), -1), jnp.full((2, S), -1)),
+    "no-common-segment": lambda c: MaskInfo.from_segments(jnp.zeros((2, T), int), jnp.ones((2, S), int)),
+    "pattern-all-false": lambda c: MaskInfo.from_block_pattern(
+        BlockPattern.from_dense(np.zeros((5, 6), bool), block_size=4), q_len=T, kv_len=S
+    ),
+    "band-out-of-reach": lambda c: MaskInfo(T, S).apply_causal(-40),
+    "window-past-the-end": lambda c: MaskInfo(T, S).apply_sliding_window(1, offset=50),
+}
+
+
+def results(case, platform):
+    arrays = case.arrays()
+    function = partial(call_case, case, platform)
+    return evaluate(function, arrays, cotangents_for(function, arrays, case.dtype)), arrays
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_nothing_at_all(mask, platform):
+    case = Case(mask, T=T, S=S, D=8, tiles=(8, 8), mask=MASKS[mask], bias="HT1")
+    (outputs, gradients), _ = results(case, platform)
+    assert not np.any(outputs["out"]) and np.isneginf(outputs["lse"]).all()
+    for name, x in gradients.items():
+        assert not np.any(x), f"the gradient of {name} is not zero"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nothing_at_all_in_a_narrow_dtype(dtype, platform):
+    case = Case("narrow", T=T, S=S, D=8, dtype=dtype, tiles=(8, 8), mask=MASKS["kv-length-0"])
+    (outputs, gradients), _ = results(case, platform)
+    assert not np.any(outputs["out"]) and np.isneginf(outputs["lse"]).all()
+    assert not any(np.any(x) for x in gradients.values())
+
+
+OPTIONS = {
+    "unnormalised": {"normalize_output": False},
+    "dropout": {"dropout_prob": 0.5, "dropout_seed": 1},
+    "soft-cap": {"logits_soft_cap": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_at_all_with(name, platform):
+    case = Case(name, T=T, S=S, D=8, tiles=(8, 8), mask=MASKS["mask-all-false"], options=OPTIONS[name])
+    (outputs, gradients), _ = results(case, platform)
+    assert not np.any(outputs["out"]) and np.isneginf(outputs["lse"]).all()
+    assert not any(np.any(x) for x in gradients.values())
+
+
+@pytest.mark.parametrize("sinks", ["H", "H3", "4"])
+@pytest.mark.parametrize("normalised", [True, False], ids=["normalised", "unnormalised"])
+def test_sinks_alone(sinks, normalised, platform):
+    """lse is that of the sinks, and they alone have a gradient."""
+    case = Case("sinks", T=T, S=S, D=8, sinks=sinks, tiles=(8, 8), mask=MASKS["kv-length-0"],
+                options={"normalize_output": normalised})  # fmt: skip
+    (outputs, gradients), arrays = results(case, platform)
+    given = np.asarray(arrays["softmax_aux"], np.float64)
+    given = given[:, None] if sinks == "H" else given
+    by_head = np.broadcast_to(given, (2, given.shape[-1]))
+    lse = np.broadcast_to(np.logaddexp.reduce(by_head, axis=-1)[None, :, None], (2, 2, T))
+    assert not np.any(outputs["out"])
+    np.testing.assert_allclose(outputs["lse"], lse, rtol=1e-6)
+    assert not any(np.any(gradients[name]) for name in ("query", "key", "value"))
+    assert np.abs(gradients["softmax_aux"]).min() > 0
+
+
+def test_some_rows_see_nothing(platform):
+    """The first queries of a causal call with fewer keys than queries."""
+    case = Case("some", T=30, S=12, D=8, tiles=(8, 8), options={"causal": True})
+    (outputs, gradients), _ = results(case, platform)
+    assert not np.any(outputs["out"][:, :18]) and np.isneginf(outputs["lse"][:, :, :18]).all()
+    assert not np.any(gradients["query"][:, :18])
+    assert np.all(np.any(outputs["out"][:, 18:], axis=-1)) and np.isfinite(outputs["lse"][:, :, 18:]).all()
+
+
+def test_very_negative_logits_are_not_nothing(platform):
+    """A row whose logits are all far below zero still sees its keys."""
+    case = Case("cold", T=T, S=S, D=8, bias="1111", tiles=(8, 8))
+    arrays = case.arrays() | {"bias": jnp.full((1, 1, 1, 1), -1e30)}
+    function = partial(call_case, case, platform)
+    outputs, _ = evaluate(function, arrays, cotangents_for(function, arrays, "float32"))
+    np.testing.assert_allclose(outputs["lse"], -1e30, rtol=1e-6)
+    # beside 1e30 the logits vanish: every key weighs the same
+    mean = jnp.broadcast_to(arrays["value"].mean(1, keepdims=True), outputs["out"].shape)
+    assert_close({"out": outputs["out"]}, {"out": mean})

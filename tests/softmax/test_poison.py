@@ -1,0 +1,194 @@
+"""What must not be read is nan or inf here; a sequence's own nan shows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.softmax.reference import visible
+from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.types import MaskInfo
+from harness import PLATFORMS, cotangents_for, normal, with_gradients
+from harness.softmax import CASES, Case, call_case
+from tolerances import assert_close
+
+POISONS = [np.nan, np.inf, -np.inf]
+
+HIDING = [
+    "causal-T>S",
+    "window-lopsided-T<S",
+    "window-T>S",
+    "segments-padding-causal",
+    "segments-unsorted",
+    "segments-cross-padding-window",
+    "lengths",
+    "lengths-cross-causal",
+    "lengths-zero",
+    "kv-lengths-zero",
+    "positions-in-segments-causal",
+    "mask-per-batch",
+    "mask-per-head",
+    "pattern-per-batch",
+    "bias-HTS-masked",
+    "bias-HT1-masked",
+    "sinks-segments",
+    "soft-cap-segments",
+    "dropout-bfloat16-segments",
+    "packed-padding",
+    "packed-cross-causal",
+    "packed-bfloat16-sinks",
+    "unnormalised-causal-T>S",
+    "unnormalised-segments-no-lse",
+    "segments-bias-sinks-soft-cap-dropout",
+    "everything-masked",
+    "everything-bfloat16",
+]
+
+
+def seen_by(case):
+    """Which query sees which key, (B, H, T, S)."""
+    call = canonicalise(**case.arrays(), **case.keywords())
+    B, H = call["query"].shape[0], call["query"].shape[2]
+    mask = visible(call)
+    return np.broadcast_to(mask, (B, H, *mask.shape[2:]))
+
+
+def filled(x, rows, value):
+    """x (B, L, heads, dim) or (L, heads, dim) with `value` in the rows (B, L) that are set."""
+    rows = jnp.asarray(rows if x.ndim == 4 else rows[0])
+    return jnp.where(rows[..., None, None], jnp.asarray(value, x.dtype), x)
+
+
+def poisoned(case, arrays, seen, value):
+    """The arrays with `value` wherever nothing looks."""
+    nobody, nothing = ~seen.any((1, 2)), ~seen.any((1, 3))  # keys (B, S), queries (B, T)
+    arrays = dict(arrays)
+    arrays["query"] = filled(arrays["query"], nothing, value)
+    arrays["key"], arrays["value"] = (filled(arrays[name], nobody, value) for name in ("key", "value"))
+    if arrays.get("bias") is not None and arrays["bias"].shape[-2:] == seen.shape[2:]:
+        hidden = ~seen
+        for axis, n in enumerate((1,) * (4 - arrays["bias"].ndim) + arrays["bias"].shape):
+            hidden = hidden.all(axis, keepdims=True) if n == 1 else hidden
+        hidden = hidden.reshape(arrays["bias"].shape)
+        arrays["bias"] = jnp.where(hidden, jnp.asarray(value, arrays["bias"].dtype), arrays["bias"])
+    return arrays
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in HIDING], ids=lambda case: case.id)
+def test_what_is_hidden_never_leaks(case: Case, platform):
+    arrays, seen = case.arrays(), seen_by(case)
+    function = partial(call_case, case, platform)
+    cotangents = cotangents_for(function, arrays, case.dtype)
+
+    compiled = with_gradients(function)
+    clean = compiled(poisoned(case, arrays, seen, 0.0), cotangents)
+    for value in POISONS:
+        outputs, gradients = compiled(poisoned(case, arrays, seen, value), cotangents)
+        # the same dtype on both sides: what differs is the order of a sum
+        slack = clean if case.dtype != "float32" else (None, None)
+        assert_close(outputs, clean[0], slack[0], f"{value}: output")
+        for name, x in gradients.items():
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"{value} leaked into the gradient of {name}"
+        if case.dtype == "float32":
+            assert_close(gradients, clean[1], kind=f"{value}: gradient of")
+
+
+def test_every_hiding_case_hides_something():
+    assert set(HIDING) <= {case.id for case in CASES}
+    for case in CASES:
+        if case.id in HIDING:
+            seen = seen_by(case)
+            assert not seen.any((1, 2)).all() or not seen.any((1, 3)).all(), case.id
+
+
+# Segments that poison only themselves -------------------------------------------------------------------------
+
+T, H, D = 40, 2, 8
+IDS = np.array([[0] * 13 + [1] * 11 + [2] * 16, ([0, 1, 2, 1] * 10)])
+TILES = (16, 8)
+
+
+def segment_case(**options):
+    return Case(
+        "segments", B=2, T=T, H=H, D=D, tiles=TILES, options=options,
+        mask=lambda c: MaskInfo.from_segments(jnp.asarray(IDS, jnp.int32)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"logits_soft_cap": 2.0}], ids=["plain", "causal", "capped"])
+def test_a_segment_poisons_only_itself(options, platform):
+    """Outputs and gradients of the other segments stay; its own output shows the nan."""
+    case = segment_case(**options)
+    arrays = case.arrays()
+    function = partial(call_case, case, platform)
+    cotangents = cotangents_for(function, arrays, "float32")
+    sick = IDS == 1
+    compiled = with_gradients(function)
+    clean = compiled(arrays, cotangents)
+    for value in POISONS:
+        ill = arrays | {name: filled(arrays[name], sick, value) for name in ("query", "key", "value")}
+        outputs, gradients = compiled(ill, cotangents)
+        for got, expected in (({"out": outputs["out"]}, clean[0]), (gradients, clean[1])):
+            others = {name: x[~sick] for name, x in got.items()}
+            assert_close(others, {name: expected[name][~sick] for name in got}, kind=f"{value} in another segment:")
+        lse = outputs["lse"].swapaxes(1, 2)
+        assert_close({"lse": lse[~sick]}, {"lse": clean[0]["lse"].swapaxes(1, 2)[~sick]})
+        assert not np.isfinite(outputs["out"][sick]).any(), f"{value} was laundered"
+
+
+@pytest.fixture(scope="module")
+def causal():
+    case = Case("causal", B=1, T=T, H=4, Hkv=2, D=D, tiles=TILES, options={"causal": True})
+    return jax.jit(partial(call_case, case, PLATFORMS[0])), case.arrays(), np.tri(T, dtype=bool)
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 39])
+def test_own_nan_in_a_value_shows_where_it_is_seen(causal, at):
+    function, arrays, seen = causal
+    value = arrays["value"].at[0, at, 1, 3].set(np.nan)
+    outputs = function(arrays | {"value": value})
+    expected = np.zeros((1, T, 4, D), bool)
+    expected[0, seen[:, at], 2:, 3] = True  # the two query heads of that key head, that channel
+    np.testing.assert_array_equal(np.isnan(outputs["out"]), expected)
+    assert np.isfinite(outputs["lse"]).all()
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 39])
+def test_own_nan_in_a_key_shows_where_it_is_seen(causal, at):
+    function, arrays, seen = causal
+    outputs = function(arrays | {"key": arrays["key"].at[0, at, 1, 3].set(np.nan)})
+    expected = np.zeros((1, T, 4), bool)
+    expected[0, seen[:, at], 2:] = True
+    np.testing.assert_array_equal(np.isnan(outputs["out"]).all(-1), expected)
+    np.testing.assert_array_equal(np.isnan(outputs["lse"]), expected.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 39])
+def test_own_nan_in_a_query_shows_in_its_row(causal, at):
+    function, arrays, _ = causal
+    outputs = function(arrays | {"query": arrays["query"].at[0, at, 1, 3].set(np.nan)})
+    expected = np.zeros((1, T, 4), bool)
+    expected[0, at, 1] = True
+    np.testing.assert_array_equal(np.isnan(outputs["out"]).all(-1), expected)
+    np.testing.assert_array_equal(np.isnan(outputs["out"]).any(-1), expected)
+
+
+@pytest.mark.parametrize("future", [np.nan, np.inf, 7.0], ids=str)
+@pytest.mark.parametrize("at", [1, 8, 17, 39])
+def test_a_causal_prefix_does_not_see_the_future(causal, at, future):
+    function, arrays, _ = causal
+    later = np.arange(T)[None] >= at
+    outputs = function({name: filled(x, later, future) for name, x in arrays.items()})
+    clean = function(arrays)
+    assert_close({"out": outputs["out"][:, :at]}, {"out": clean["out"][:, :at]})
+    assert_close({"lse": outputs["lse"][:, :, :at]}, {"lse": clean["lse"][:, :, :at]})
+
+
+def test_infinite_keys_give_what_the_reference_gives(causal):
+    """+inf logits take all the weight; ours must not do better than the definition, nor worse."""
+    function, arrays, _ = causal
+    value = normal("value", (1, T, 2, D)).at[0, 5].set(np.inf)
+    out = np.asarray(function(arrays | {"value": value})["out"])
+    assert np.isfinite(out[0, :5]).all() and np.isposinf(out[0, 5:]).all()

@@ -1,0 +1,223 @@
+"""The block schedule against a map of blocks made from the whole mask."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel.kernels.softmax.reference import visible
+from ejkernel.kernels.softmax.schedule import Lists, Ranges, plan, visited_fraction
+from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.types import BlockPattern, MaskInfo
+
+B, H = 2, 2
+# few shapes, so that what jax.numpy compiles for them is reused
+LENGTHS = [(1, 1), (13, 13), (9, 21), (21, 9)]
+TILES = [(4, 4), (8, 4), (5, 7), (32, 32)]
+
+lengths = st.sampled_from(LENGTHS)
+tiles = st.sampled_from(TILES)
+seeds = st.integers(0, 2**16)
+windows = st.sampled_from([None, 0, 3, (2, 0), (0, 4), (None, 2), (6, None)])
+
+
+def call_of(T, S, heads=H, **options):
+    shape = {"query": (B, T, heads, 1), "key": (B, S, heads, 1), "value": (B, S, heads, 1)}
+    return canonicalise(**{name: jnp.zeros(x) for name, x in shape.items()}, **options)
+
+
+def rows_of(schedule, H):
+    """By batch, head and row: the blocks visited without a mask, and those visited with one."""
+    if isinstance(schedule, Ranges):
+        bounds = np.broadcast_to(schedule.bounds, (B, H, *schedule.bounds.shape[2:])).tolist()
+        return [[[_run(*row) for row in rows] for rows in heads] for heads in bounds]
+    number = np.broadcast_to(schedule.number, (B, H, *schedule.number.shape[2:])).tolist()
+    index = np.broadcast_to(schedule.index, (B, H, *schedule.index.shape[2:])).tolist()
+    return [[[_listed(*pair) for pair in zip(*rows)] for rows in zip(*heads)] for heads in zip(number, index)]
+
+
+def _run(lo, full_lo, full_hi, hi):
+    assert lo <= full_lo <= full_hi <= hi
+    return set(range(full_lo, full_hi)), {*range(lo, full_lo), *range(full_hi, hi)}
+
+
+def _listed(number, index):
+    unmasked, total = number
+    assert 0 <= unmasked <= total and len(set(index[:total])) == total
+    return set(index[:unmasked]), set(index[unmasked:total])
+
+
+def tiled(seen, block_q, block_k):
+    """For each tile: is any pair visible, are all, and is it whole in queries and in keys?"""
+    T, S = seen.shape
+    nq, nk = -(-T // block_q), -(-S // block_k)
+    padded = np.zeros((nq * block_q, nk * block_k), bool)
+    padded[:T, :S] = seen
+    parts = padded.reshape(nq, block_q, nk, block_k)
+    real = np.zeros_like(padded)
+    real[:T, :S] = True
+    shown = (padded | ~real).reshape(nq, block_q, nk, block_k)
+    whole_q, whole_k = (np.arange(1, nq + 1) * block_q <= T), (np.arange(1, nk + 1) * block_k <= S)
+    return parts.any((1, 3)), shown.all((1, 3)), whole_q, whole_k
+
+
+def check(call, block_q, block_k, *, exact=False):
+    """Every visible pair is visited, and what is visited unmasked is all visible; the number of visits."""
+    _, T, H, _ = call["query"].shape
+    S = call["key"].shape[1]
+    mask = np.broadcast_to(visible(call), (B, H, T, S))
+    count = {}
+    for side in ("q", "k"):
+        rows = rows_of(plan(call, block_q, block_k, side), H)
+        count[side] = 0
+        for b, h in np.ndindex(B, H):
+            some, every, whole_q, whole_k = tiled(mask[b, h], block_q, block_k)
+            # a ragged tail holds keys that do not exist; the backward, row by row over keys, sums over queries too
+            every = every & whole_k & (whole_q[:, None] if side == "k" else True)
+            some, every = (some, every) if side == "q" else (some.T, every.T)
+            for i in range(len(some)):
+                unmasked, masked = rows[b][h][i]
+                needed, allowed = set(np.flatnonzero(some[i]).tolist()), set(np.flatnonzero(every[i]).tolist())
+                where = f"side {side}, batch {b}, head {h}, row {i}"
+                assert needed <= unmasked | masked, f"{where}: {needed - unmasked - masked} not visited"
+                assert unmasked <= allowed, f"{where}: {unmasked - allowed} need a mask"
+                assert not exact or needed == unmasked | masked, f"{where}: {unmasked | masked} instead of {needed}"
+                count[side] += len(unmasked | masked)
+    return count
+
+
+@given(lengths, tiles, st.booleans(), windows)
+def test_bands(sizes, blocks, causal, window):
+    call = call_of(*sizes, causal=causal, sliding_window=window)
+    assert isinstance(plan(call, *blocks, "q").bounds, np.ndarray)  # a constant of the program
+    check(call, *blocks, exact=True)
+
+
+@given(lengths, tiles, st.integers(1, 9), st.booleans(), windows)
+def test_chunks(sizes, blocks, chunk, causal, window):
+    mask = MaskInfo(*sizes).apply_chunked(chunk)
+    call = call_of(*sizes, mask_info=mask, causal=causal, sliding_window=window)
+    check(call, *blocks, exact=not causal and window is None)
+
+
+@given(lengths, tiles, st.integers(-12, 12))
+def test_causal_offsets(sizes, blocks, offset):
+    check(call_of(*sizes, mask_info=MaskInfo(*sizes).apply_causal(offset)), *blocks, exact=True)
+
+
+def ids(rng, length, ordered):
+    drawn = rng.integers(-1, 3, (B, length))
+    return jnp.asarray(np.sort(drawn, axis=1)[:, ::-1] if ordered else drawn, jnp.int32)
+
+
+@given(lengths, tiles, seeds, st.booleans(), st.booleans(), windows)
+def test_segments(sizes, blocks, seed, ordered, causal, window):
+    rng = np.random.default_rng(seed)
+    mask = MaskInfo.from_segments(ids(rng, sizes[0], ordered), ids(rng, sizes[1], ordered))
+    schedule = call_of(*sizes, mask_info=mask, causal=causal, sliding_window=window)
+    assert isinstance(plan(schedule, *blocks, "k"), Ranges)
+    check(schedule, *blocks)
+
+
+@given(st.sampled_from([(13, 13), (21, 21)]), tiles, seeds)
+def test_packed_documents_are_visited_exactly(sizes, blocks, seed):
+    T, _ = sizes
+    cuts = np.sort(np.random.default_rng(seed).integers(0, T, 3))
+    mask = MaskInfo.from_cu_seqlens(jnp.asarray([0, *cuts], jnp.int32), max_q_len=T)
+    check(call_of(*sizes, mask_info=mask), *blocks, exact=True)
+
+
+@given(lengths, tiles, st.integers(0, 21), st.integers(0, 21), st.booleans())
+def test_lengths(sizes, blocks, first, second, causal):
+    q, k = ([min(first, n), min(second, n)] for n in sizes)
+    mask = MaskInfo.from_lengths(jnp.asarray(q), jnp.asarray(k), q_len=sizes[0], kv_len=sizes[1])
+    check(call_of(*sizes, mask_info=mask, causal=causal), *blocks, exact=not causal)
+
+
+@given(lengths, tiles, seeds, st.booleans(), windows, st.sampled_from([None, 4, 7]))
+def test_positions(sizes, blocks, seed, causal, window, chunk):
+    rng = np.random.default_rng(seed)
+    q, k = (jnp.asarray(rng.integers(0, 25, (B, n)), jnp.int32) for n in sizes)
+    mask = MaskInfo.from_segments(ids(rng, sizes[0], True), ids(rng, sizes[1], True), q, k)
+    mask = mask if chunk is None else mask.apply_chunked(chunk)
+    check(call_of(*sizes, mask_info=mask, causal=causal, sliding_window=window), *blocks)
+
+
+@given(lengths, tiles, seeds, st.sampled_from([(1, 1), (B, 1), (1, H), (B, H)]), st.floats(0, 1), st.booleans())
+def test_dense_masks(sizes, blocks, seed, lead, share, causal):
+    mask = MaskInfo.from_attention_mask(jnp.asarray(np.random.default_rng(seed).random((*lead, *sizes)) < share))
+    call = call_of(*sizes, mask_info=mask, causal=causal)
+    assert isinstance(plan(call, *blocks, "q"), Lists)
+    check(call, *blocks, exact=not causal)
+
+
+@given(lengths, tiles, seeds, st.sampled_from([4, 8, 5, (4, 8), (3, 2)]), st.booleans(), st.booleans(), windows)
+def test_patterns(sizes, blocks, seed, size, per_head, causal, window):
+    bq, bk = (size, size) if isinstance(size, int) else size
+    shape = ((H,) if per_head else ()) + (-(-sizes[0] // bq), -(-sizes[1] // bk))
+    pattern = BlockPattern.from_dense(np.random.default_rng(seed).random(shape) < 0.5, block_size=size)
+    mask = MaskInfo.from_block_pattern(pattern, q_len=sizes[0], kv_len=sizes[1])
+    check(call_of(*sizes, mask_info=mask, causal=causal, sliding_window=window), *blocks)
+
+
+@given(lengths, tiles, seeds, st.booleans())
+def test_all_together(sizes, blocks, seed, causal):
+    rng = np.random.default_rng(seed)
+    mask = MaskInfo.from_segments(ids(rng, sizes[0], False), ids(rng, sizes[1], True))
+    mask &= MaskInfo.from_attention_mask(jnp.asarray(rng.random((B, H, *sizes)) < 0.7))
+    pattern = rng.random((-(-sizes[0] // 4), -(-sizes[1] // 4))) < 0.7
+    mask &= MaskInfo.from_block_pattern(BlockPattern.from_dense(pattern, block_size=4), q_len=sizes[0], kv_len=sizes[1])
+    check(call_of(*sizes, mask_info=mask, causal=causal), *blocks)
+
+
+# Work is proportional to the blocks visited -------------------------------------------------------------------
+
+
+def test_causal_visits_half():
+    assert visited_fraction(call_of(1024, 1024, causal=True), 64, 64) == pytest.approx((16 + 1) / 32)
+
+
+def test_a_window_visits_its_width():
+    # 16 rows of 64 queries: each sees its own block and the one before
+    assert visited_fraction(call_of(1024, 1024, causal=True, sliding_window=63), 64, 64) == pytest.approx(31 / 256)
+
+
+def test_packed_documents_visit_their_own_blocks():
+    mask = MaskInfo.from_segments(jnp.arange(1024)[None] // 64)
+    assert visited_fraction(call_of(1024, 1024, mask_info=mask), 64, 64) == pytest.approx(1 / 16)
+    assert visited_fraction(call_of(1024, 1024, mask_info=mask, causal=True), 32, 32) == pytest.approx(3 / 64)
+
+
+def test_lengths_skip_what_lies_beyond():
+    mask = MaskInfo.from_lengths(jnp.array([128, 256]), q_len=1024)
+    assert visited_fraction(call_of(1024, 1024, mask_info=mask), 64, 64) == pytest.approx((2 * 2 + 4 * 4) / 2 / 256)
+
+
+def test_a_pattern_visits_its_blocks():
+    pattern = BlockPattern.local_stride(4, 16, 2, 5, block_size=64)
+    mask = MaskInfo.from_block_pattern(pattern, q_len=1024)
+    share = float(np.asarray(pattern.dense).mean())
+    assert visited_fraction(call_of(1024, 1024, heads=4, mask_info=mask), 64, 64) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"mask_info": MaskInfo.from_random(B, 21, 21, 0.7)}], ids=["ranges", "lists"]
+)
+def test_a_schedule_names_its_blocks_one_by_one(options):
+    schedule = plan(call_of(21, 21, **options), 4, 4, "q")
+    for i, (unmasked, masked) in enumerate(rows_of(schedule, H)[1][1]):
+        first, total = (int(n) for n in schedule.counts(1, 1, i))
+        blocks = [int(schedule.block(1, 1, i, n)) for n in range(total)]
+        assert (set(blocks[:first]), set(blocks[first:])) == (unmasked, masked)
+
+
+def test_only_blocks_on_an_edge_need_a_mask():
+    schedule = plan(call_of(1024, 1024, causal=True), 64, 64, "q")
+    counts = np.array([schedule.counts(0, 0, i) for i in range(16)])
+    np.testing.assert_array_equal(counts[:, 1] - counts[:, 0], 1)  # the diagonal
+
+
+def test_one_document_needs_no_mask_at_all():
+    schedule = plan(call_of(1024, 1024, mask_info=MaskInfo.from_segments(jnp.zeros((1, 1024), jnp.int32))), 64, 64, "k")
+    assert all(tuple(map(int, schedule.counts(0, 0, i))) == (16, 16) for i in range(16))

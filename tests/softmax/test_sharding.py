@@ -1,0 +1,206 @@
+"""Many devices give what one gives: `mesh=`, and inside a user's own shard_map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
+from ejkernel.types import BlockPattern, MaskInfo
+from harness import evaluate, normal
+from tolerances import assert_close
+
+B, T, H, D = 4, 20, 4, 8
+TILES = {"block_q": 8, "block_k": 8}
+BATCH_AND_HEADS = P("dp", None, "tp", None)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    devices = np.asarray(jax.devices("cpu"))
+    assert len(devices) >= 8, "conftest.py asks for 8 host devices"
+    return Mesh(devices[:8].reshape(2, 4), ("dp", "tp"))
+
+
+def qkv(Hkv=H):
+    shapes = {"query": (B, T, H, D), "key": (B, T, Hkv, D), "value": (B, T, Hkv, D)}
+    return {name: normal(name, shape) for name, shape in shapes.items()}
+
+
+def segments(rows=B):
+    return MaskInfo.from_segments(jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 3, (rows, T)), axis=1)))
+
+
+def pattern():
+    blocks = np.random.default_rng(0).random((H, 4, 4)) < 0.6
+    return MaskInfo.from_block_pattern(BlockPattern.from_dense(blocks, block_size=5), q_len=T)
+
+
+def dense():
+    return MaskInfo.from_attention_mask(np.random.default_rng(1).random((1, H, T, T)) < 0.6)
+
+
+CALLS = {
+    "plain": (qkv(), {}),
+    "causal-gqa": (qkv(), {"causal": True}),
+    "segments": (qkv(), {"mask_info": segments(), "causal": True}),
+    "segments-one-row": (qkv(), {"mask_info": segments(1)}),
+    "mask-per-head": (qkv(), {"mask_info": dense()}),
+    "pattern": (qkv(), {"mask_info": pattern(), "causal": True}),
+    "bias-per-head": (qkv() | {"bias": normal("bias", (1, H, T, T))}, {}),
+    "bias-per-batch": (qkv() | {"bias": normal("bias", (B, 1, T, 1))}, {"causal": True}),
+    "bias-shared": (qkv() | {"bias": normal("bias", (T, T))}, {}),
+    "sinks": (qkv() | {"softmax_aux": normal("sinks", (H, 2))}, {"causal": True}),
+    "sinks-shared": (qkv() | {"softmax_aux": normal("sinks", (3,))}, {}),
+    "dropout": (qkv(), {"dropout_prob": 0.4, "dropout_seed": 3}),
+    "unnormalised": (qkv() | {"softmax_aux": normal("sinks", (H,))}, {"normalize_output": False}),
+}  # fmt: skip
+
+
+def split_and_whole(floats, options, function=flash_attention, **shards):
+    """Outputs and gradients on the mesh and on one device."""
+
+    def attend(floats, **shards):
+        out, lse = function(**floats, **options, return_lse=True, cfg=TILES, **shards)
+        return {"out": out, "lse": lse}
+
+    cotangents = {"out": normal("dout", (B, T, H, D)), "lse": normal("dlse", (B, H, T))}
+    whole = evaluate(attend, floats, cotangents)
+    return evaluate(lambda f: attend(f, **shards), floats, cotangents), whole
+
+
+def agree(got, expected):
+    assert_close(got[0], expected[0])
+    assert_close(got[1], expected[1], kind="gradient of")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_batch_and_heads(name, mesh):
+    agree(*split_and_whole(*CALLS[name], mesh=mesh, in_specs=(BATCH_AND_HEADS,) * 3, out_specs=BATCH_AND_HEADS))
+
+
+def test_one_key_head_is_not_split(mesh):
+    specs = {"query": BATCH_AND_HEADS, "key": P("dp"), "value": P("dp")}
+    agree(*split_and_whole(qkv(1), {"causal": True}, mesh=mesh, in_specs=specs))
+
+
+def test_specs_of_the_query_alone(mesh):
+    """One key head: nothing else need be said."""
+    agree(*split_and_whole(qkv(1), {"causal": True}, mesh=mesh, in_specs=(P(None, None, "tp"),)))
+
+
+def test_batch_over_both_axes():
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), ("a", "b"))
+    spec = P(("a", "b"))
+    agree(*split_and_whole(*CALLS["dropout"], mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
+
+
+def test_specs_for_further_arrays(mesh):
+    floats, options = CALLS["bias-per-head"]
+    specs = (BATCH_AND_HEADS,) * 3 + (P(None, "tp"),)
+    agree(*split_and_whole(floats, options, mesh=mesh, in_specs=specs))
+
+
+def test_the_output_is_laid_out_as_asked(mesh):
+    sharding = NamedSharding(mesh, BATCH_AND_HEADS)
+    q, k, v = (jax.device_put(x, sharding) for x in qkv().values())
+    out = jax.jit(lambda q, k, v: flash_attention(q, k, v, mesh=mesh, in_specs=(BATCH_AND_HEADS,) * 3))(q, k, v)
+    assert out.sharding.is_equivalent_to(sharding, 4)
+
+
+@pytest.mark.filterwarnings("ignore:`with mesh:` context manager:DeprecationWarning")
+@pytest.mark.parametrize("enter", [lambda mesh: mesh, jax.set_mesh], ids=["with-mesh", "set_mesh"])
+def test_an_ambient_mesh(mesh, enter):
+    """Around a call with its specs, not compiled."""
+    q, k, v = qkv().values()
+    with enter(mesh):
+        out = flash_attention(q, k, v, mesh=mesh, in_specs=(BATCH_AND_HEADS,) * 3, out_specs=BATCH_AND_HEADS)
+    assert_close({"out": out}, {"out": jax.jit(flash_attention)(q, k, v)})
+
+
+def test_a_mesh_without_specs_only_names_the_device(mesh):
+    q, k, v = qkv().values()
+    assert_close({"out": flash_attention(q, k, v, mesh=mesh)}, {"out": jax.jit(flash_attention)(q, k, v)})
+
+
+def test_packed_tokens_split_over_heads(mesh):
+    floats = {name: x[0] for name, x in qkv().items()}
+    cum = jnp.array([0, 7, 18])
+    spec = P(None, "tp")
+
+    def attend(floats, **shards):
+        return {"out": flash_attention(**floats, cum_seqlens_q=cum, causal=True, cfg=TILES, **shards)}
+
+    cotangents = {"out": normal("dout", (T, H, D))}
+    split = evaluate(lambda f: attend(f, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec), floats, cotangents)
+    agree(split, evaluate(attend, floats, cotangents))
+
+
+def test_scaled_dot_product_attention_and_blocksparse(mesh):
+    q, k, v = qkv().values()
+    shards = {"mesh": mesh, "in_specs": (BATCH_AND_HEADS,) * 3, "out_specs": BATCH_AND_HEADS}
+    pattern = BlockPattern.local_stride(H, 4, 1, 2, block_size=5)
+    functions = {
+        "sdpa": lambda **s: scaled_dot_product_attention(q, k, v, causal=True, cfg=TILES, **s),
+        "blocksparse": lambda **s: blocksparse_attention(q, k, v, block_mask=pattern, cfg=TILES, **s),
+    }
+    for name, function in functions.items():
+        assert_close({name: jax.jit(lambda f=function: f(**shards))()}, {name: jax.jit(function)()})
+
+
+@pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
+def test_inside_a_users_own_shard_map(mesh, check_vma):
+    floats = qkv()
+
+    def local(floats):
+        out, lse = flash_attention(**floats, causal=True, return_lse=True, cfg=TILES)
+        return {"out": out, "lse": lse}
+
+    out_specs = {"out": BATCH_AND_HEADS, "lse": P("dp", "tp", None)}
+    split = jax.shard_map(local, mesh=mesh, in_specs=BATCH_AND_HEADS, out_specs=out_specs, check_vma=check_vma)
+    cotangents = {"out": normal("dout", (B, T, H, D)), "lse": normal("dlse", (B, H, T))}
+    agree(evaluate(split, floats, cotangents), evaluate(local, floats, cotangents))
+
+
+def test_arrays_that_jit_splits(mesh):
+    """No specs: the partitioner of jit finds its own way and the answer stays."""
+    sharding = NamedSharding(mesh, P("dp"))
+    q, k, v = (jax.device_put(x, sharding) for x in qkv().values())
+    got = jax.jit(lambda *x: flash_attention(*x, causal=True, cfg=TILES))(q, k, v)
+    expected = jax.jit(lambda *x: flash_attention(*x, causal=True, cfg=TILES))(*qkv().values())
+    assert_close({"out": got}, {"out": expected})
+
+
+ERRORS = {
+    "length": ((P(None, "tp"),) * 3, ValueError, "split dimension T over .*ring_attention splits lengths"),
+    "head-dim": ((P(None, None, None, "tp"),) * 3, ValueError, "split dimension D over"),
+    "heads-apart": ((BATCH_AND_HEADS, P("dp"), P("dp")), ValueError, "key heads over .* must be split alike"),
+    "disagree": ((P("dp"), P("tp"), P("dp")), ValueError, "in_specs disagree on dimension B"),
+    "unknown-axis": ((P("pp"),) * 3, ValueError, "mesh axis 'pp'; the mesh has"),
+    "too-many": ((P(),) * 4, ValueError, "in_specs has 4 entries for 3 arrays"),
+    "too-long": ((P(None, None, None, None, "dp"),) * 3, ValueError, "in_specs of query is .* dimensions"),
+    "unknown-array": ({"querry": P()}, ValueError, "unknown arrays .*'querry'.* known: .*'query'"),
+    "one-spec": (P("dp"), TypeError, "must be one PartitionSpec per leading array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_specs_that_do_not_fit(name, mesh):
+    specs, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        flash_attention(*qkv().values(), mesh=mesh, in_specs=specs)
+
+
+def test_sizes_that_do_not_divide(mesh):
+    q = normal("q", (3, T, H, D))
+    with pytest.raises(ValueError, match=r"dimension B of size 3 does not divide over \('dp',\) of 2 devices"):
+        flash_attention(q, q, q, mesh=mesh, in_specs=(P("dp"),) * 3)
+
+
+@pytest.mark.parametrize("name", ["in_specs", "out_specs"])
+def test_specs_need_a_mesh(name):
+    q = normal("q", (1, 4, 1, 4))
+    with pytest.raises(ValueError, match="in_specs and out_specs need mesh="):
+        flash_attention(q, q, q, **{name: (P(),) * 3})
