@@ -14,8 +14,7 @@ from ejkernel.kernels.pooling import spec as pooling_spec
 from ejkernel.kernels.softmax.blocks import pattern_mask
 from ejkernel.kernels.softmax.reference import reference, visible
 from ejkernel.kernels.softmax.spec import canonicalise
-from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
-from ejkernel.modules.mean_pooling import mean_pooling
+from ejkernel.modules import blocksparse_attention, flash_attention, mean_pooling, scaled_dot_product_attention
 from ejkernel.ops import Call
 from ejkernel.types import BlockPattern, MaskInfo
 

@@ -104,7 +104,7 @@ def _checked(document: Any) -> Entries:
         if isinstance(platforms, dict) or _malformed()
         for entry in platforms.values()
     )
-    return entries if well_formed else _malformed()
+    return entries if well_formed else _malformed()  # pyright: ignore[reportReturnType]
 
 
 def _malformed() -> Any:

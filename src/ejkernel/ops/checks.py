@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import core as jax_core
 from jax.experimental import checkify
 
 
@@ -21,7 +22,7 @@ def check_rows(values: Any, bad: Any, message: str) -> None:
     """
     if not isinstance(values, jax.Array):
         _raise_if(np.asarray(bad), values, message)
-    elif enabled() and not isinstance(bad, jax.core.Tracer):
+    elif enabled() and not isinstance(bad, jax_core.Tracer):
         _raise_if(np.asarray(bad), np.asarray(values), message)
     elif enabled():
         checkify.debug_check(~bad.any(), message + " (row {row})", row=bad.reshape(-1).argmax())

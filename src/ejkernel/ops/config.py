@@ -1,18 +1,19 @@
 """Which config a call runs with, and why."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ejkernel.ops.cache import TunedConfigs, shipped_file, user_file
 from ejkernel.ops.operation import Call, Operation, get_operation
 from ejkernel.ops.target import Target
 
-_OVERRIDES: ContextVar[dict[str, Any]] = ContextVar("ejkernel_config_overrides", default={})
+_OVERRIDES: ContextVar[Mapping[str, Any]] = ContextVar("ejkernel_config_overrides", default=MappingProxyType({}))
 
 
 @contextmanager
@@ -77,7 +78,9 @@ def build_config(implementation: Any, cfg: Any, platform: str) -> Any:
         if unknown:
             raise ValueError(f"cfg has unknown fields {unknown} for platform {platform!r}; its fields: {names}")
         return implementation.Config(**cfg)
-    raise TypeError(f"cfg is {type(cfg).__module__}.{type(cfg).__name__}; {platform!r} needs its Config or a dict of {names}")
+    raise TypeError(
+        f"cfg is {type(cfg).__module__}.{type(cfg).__name__}; {platform!r} needs its Config or a dict of {names}"
+    )
 
 
 def choose_config(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> tuple[Any, str]:

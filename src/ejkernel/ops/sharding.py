@@ -82,7 +82,9 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh)
                 raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
             parts *= mesh.shape[axis]
         if sizes[letter] % parts:
-            raise ValueError(f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices")
+            raise ValueError(
+                f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices"
+            )
 
 
 def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axes]) -> PartitionSpec:

@@ -3,8 +3,12 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from jax import core as jax_core
+
+Device = Any  # jax.Device is an alias that type checkers do not know
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Target:
         return int(match.group(1)) if match else 0
 
 
-def describe_device(device: jax.Device) -> Target:
+def describe_device(device: Device) -> Target:
     """The target that stands for one JAX device."""
     kind = re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_")
     if device.platform in ("gpu", "cuda"):
@@ -39,7 +43,7 @@ def describe_device(device: jax.Device) -> Target:
     return Target(device.platform, kind, device.platform)
 
 
-def _ambient_mesh_device() -> jax.Device | None:
+def _ambient_mesh_device() -> Device | None:
     """A device of the mesh set by `jax.set_mesh` or by `with mesh:`."""
     from jax._src import mesh as mesh_lib  # no public getter of the physical mesh in JAX 0.10 and 0.11
 
@@ -56,12 +60,12 @@ def target_of(arrays: Iterable[object], mesh: jax.sharding.Mesh | None = None) -
     if (device := _ambient_mesh_device()) is not None:
         return describe_device(device)
     for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
+        if isinstance(array, jax.Array) and not isinstance(array, jax_core.Tracer) and array.committed:
             return describe_device(next(iter(array.devices())))
     return describe_device(default_device())
 
 
-def default_device() -> jax.Device:
+def default_device() -> Device:
     """The device JAX places new arrays on."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(chosen, str):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 
 from ejkernel.ops.cache import TunedConfigs, user_file
 from ejkernel.ops.operation import Arrays, Call, Operation
@@ -59,7 +60,7 @@ def _concrete(arrays: Arrays) -> Arrays:
     rng = np.random.default_rng(0)
 
     def one(x: Any) -> jax.Array:
-        if not isinstance(x, jax.core.Tracer):
+        if not isinstance(x, jax_core.Tracer):
             return x
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
@@ -87,12 +88,9 @@ def _measure(operation: Operation, implementation: Any, call: Call, config: Any,
     plan = Plan(operation, implementation, config, call.spec, call.target)
     trained = [n for n, d in operation.arrays.items() if d.grad and n in arrays]
 
-    def loss(parts: Arrays) -> jax.Array:
-        outputs = execute(plan, {**arrays, **parts})
-        return sum(
-            (x.astype(jnp.float32).sum() for x in outputs.values() if jnp.issubdtype(x.dtype, jnp.floating)),
-            jnp.float32(0),
-        )
+    def loss(parts: Arrays) -> Any:
+        outputs: Arrays = execute(plan, {**arrays, **parts})  # pyright: ignore[reportAssignmentType]
+        return sum(x.astype(jnp.float32).sum() for x in outputs.values() if jnp.issubdtype(x.dtype, jnp.floating))
 
     step = jax.jit(jax.grad(loss) if trained else loss)
     return median_seconds(step, {n: arrays[n] for n in trained})

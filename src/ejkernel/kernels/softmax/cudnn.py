@@ -22,7 +22,7 @@ def unsupported(call: Call) -> list[str]:
     head_dim = 256 if call.target.capability >= 90 else 128
     limits = {
         f"dtype {call['query'].dtype}: only bfloat16 and float16": call["query"].dtype == jnp.float32,
-        f"head_dim {dims.D}: only multiples of 8 up to {head_dim}": dims.D % 8 != 0 or dims.D > head_dim,
+        f"head_dim {dims.D}: only multiples of 8 up to {head_dim}": dims.D % 8 != 0 or head_dim < dims.D,
         f"value head_dim {dims.Dv} != {dims.D}": dims.Dv != dims.D,
         "causal or window with T != S: it aligns the starts, not the ends": banded and dims.T != dims.S,
         f"band {tuple(spec.band)}: only causal, and windows to the left of it": banded and spec.band.hi != 0,

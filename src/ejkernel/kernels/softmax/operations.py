@@ -1,6 +1,7 @@
 """The operations built on the softmax family, and where their implementations live."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +31,23 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _struct_call(*, T: int = 128, S: int = 128, H: int = 2, Hkv: int = 2, D: int = 64, Dv: int | None = None, **options):
-    """A canonical call on shapes alone."""
-    dtype = options.pop("dtype", "bfloat16")
+def _struct_call(
+    *,
+    T: int = 128,
+    S: int = 128,
+    H: int = 2,
+    Hkv: int = 2,
+    D: int = 64,
+    Dv: int | None = None,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Call:
+    """A canonical call on shapes alone; an option given as a function is made inside."""
     shapes = [(2, T, H, D), (2, S, Hkv, D), (2, S, Hkv, Dv or D)]
     found: list[Call] = []
 
     def build(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-        made = {name: option() if callable(option) else option for name, option in options.items()}
+        made: dict[str, Any] = {name: option() if callable(option) else option for name, option in options.items()}
         call = canonicalise(q, k, v, **made)
         structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
         found.append(Call(call.spec, structs))  # pyright: ignore[reportArgumentType]

@@ -239,7 +239,8 @@ def _intersect(a: Any, b: Any) -> jax.Array:
 def _lists(call: Call, dims: Dimensions, ranges: np.ndarray, block_q: int, block_k: int, side: Side) -> Lists:
     some, every = _range_maps(ranges, dims, block_q, block_k, side)
     if "q_segments" in call or "q_positions" in call:
-        maps = _oriented(*(x[:, None] for x in _interval_maps(call, dims, block_q, block_k)), side)
+        seen, full = _interval_maps(call, dims, block_q, block_k)
+        maps = _oriented(seen[:, None], full[:, None], side)
         some, every = some & maps[0], every & maps[1]
     for name in ("pattern", "mask"):
         if name in call:

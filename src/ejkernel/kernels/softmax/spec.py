@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 
 from ejkernel.kernels.common.dropout import head_seeds
 from ejkernel.ops import Call, Dims, Shards
@@ -190,7 +191,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensi
 
 
 def _number(name: str, x: Any) -> float:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax_core.Tracer):
         raise TypeError(f"{name} must be a Python number, got a traced value: it is part of the compiled program")
     try:
         number = float(x)
@@ -352,7 +353,8 @@ def _check_mask(mask: MaskInfo, dims: Dimensions) -> None:
         swapped = {mask.q_len, mask.kv_len} & {dims.H, dims.Hkv}
         hint = f"; {_LAYOUT}: are lengths and heads swapped?" if swapped else ""
         raise ValueError(
-            f"mask_info is for lengths (q, kv) = {(mask.q_len, mask.kv_len)}, query and key have {(dims.T, dims.S)}{hint}"
+            f"mask_info is for lengths (q, kv) = {(mask.q_len, mask.kv_len)}, "
+            f"query and key have {(dims.T, dims.S)}{hint}"
         )
     B, H = mask.shape[:2]
     if B not in (1, dims.B):

@@ -1,4 +1,4 @@
-"""Softmax attention in Triton, for NVIDIA GPUs from sm_80 on: the launches; the kernels are in triton_fwd and triton_bwd."""
+"""Softmax attention in Triton, for NVIDIA GPUs from sm_80 on: configs and launches of the kernels beside it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +140,11 @@ class _Launch:
             "p_seeds": call.get("dropout_seeds"),
             "p_rows": rows,
             "p_index": index,
-            **{"T": dims.T, "S": dims.S, "H": dims.H, "G": dims.G, "B": dims.B},
+            "T": dims.T,
+            "S": dims.S,
+            "H": dims.H,
+            "G": dims.G,
+            "B": dims.B,
             "scale": spec.scale,
             "soft_cap": spec.soft_cap or 1.0,
             "keep_scale": 1.0 / (1.0 - spec.dropout),
@@ -156,14 +160,31 @@ class _Launch:
         capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"
         pattern_q, pattern_k = spec.pattern_block or (None, None)
         self.constants = {
-            **{"D": dims.D, "DV": dims.Dv, "BD": _power_of_two(dims.D), "BDV": _power_of_two(dims.Dv)},
-            **{"BQ": tile.block_q, "BK": tile.block_k, "LO": spec.band.lo, "HI": spec.band.hi, "CHUNK": spec.chunk},
-            **{"SEGMENTS": "q_segments" in call, "POSITIONS": "q_positions" in call, "MASK": mask is not None},
-            **{"PATTERN_Q": pattern_q, "PATTERN_K": pattern_k, "BIAS": bias is not None, "CAPPED": capped},
+            "D": dims.D,
+            "DV": dims.Dv,
+            "BD": _power_of_two(dims.D),
+            "BDV": _power_of_two(dims.Dv),
+            "BQ": tile.block_q,
+            "BK": tile.block_k,
+            "LO": spec.band.lo,
+            "HI": spec.band.hi,
+            "CHUNK": spec.chunk,
+            "SEGMENTS": "q_segments" in call,
+            "POSITIONS": "q_positions" in call,
+            "MASK": mask is not None,
+            "PATTERN_Q": pattern_q,
+            "PATTERN_K": pattern_k,
+            "BIAS": bias is not None,
+            "CAPPED": capped,
             "LOGITS": getattr(tl, spec.logits_dtype) if rounded else None,
             "PLAIN": bias is None and not capped and not rounded and spec.scale > 0,
-            **{"SINKS": "sinks" in call, "DROPOUT": spec.dropout > 0, "ARGMAX": spec.with_argmax, "LISTS": lists},
-            **{"TAIL_Q": dims.T % tile.block_q != 0, "GUARD": guard, "PRECISION": _precision(call)},
+            "SINKS": "sinks" in call,
+            "DROPOUT": spec.dropout > 0,
+            "ARGMAX": spec.with_argmax,
+            "LISTS": lists,
+            "TAIL_Q": dims.T % tile.block_q != 0,
+            "GUARD": guard,
+            "PRECISION": _precision(call),
         }
 
     def run(self, kernel: Any, grid: tuple[int, ...], out_shape: Any, aliases: Any = None, **more: Any) -> Any:
@@ -202,7 +223,7 @@ def _run_twice(call: Call, tile: Tile, side: Side, kernel: Any, heads: int, outp
     if not _hides_anything(call):
         return results
     careful = _Launch(call, Tile(min(tile.block_q, 32), min(tile.block_k, 32), 4, 1), side, guard=True)
-    old = {name: x for name, x in zip(absent, results, strict=True)}
+    old = dict(zip(absent, results, strict=True))
     marked = {"p_flags": flags, "n_flags": n_rows, "flag_rows": tile.block_q if side == "q" else tile.block_k}
     unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
     grid = (careful.values["n_rows"], heads)

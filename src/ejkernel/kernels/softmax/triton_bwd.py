@@ -207,11 +207,11 @@ def dq_kernel(
             # (BQ, BK)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-            b_kept, b_ds, m_seen = tile_gradient(
-                b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos,
-                p_mask, p_pattern, T, S, scale, soft_cap, keep_scale, threshold, s_bias_t, s_bias_s, s_mask_t, s_mask_s,
-                s_pattern, MASKED, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN,
-                DROPOUT,
+            _, b_ds, m_seen = tile_gradient(
+                b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, p_bias, p_q_seg,
+                p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, T, S, scale, soft_cap, keep_scale, threshold,
+                s_bias_t, s_bias_s, s_mask_t, s_mask_s, s_pattern, MASKED, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK,
+                PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN, DROPOUT,
             )  # fmt: skip
             if MASKED and GUARD:
                 b_dq = guarded_dot(b_ds.to(b_k.dtype), b_k, m_seen, b_dq, PRECISION)
@@ -344,10 +344,10 @@ def dkv_kernel(
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
                 b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
                 b_kept, b_ds, m_seen = tile_gradient(
-                    b_s, b_dp, b_lse[None, :], b_delta[None, :], o_q[None, :], o_k[:, None], seed, p_bias_h, p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h,
-                    p_mask_h, p_pattern_h, T, S, scale, soft_cap, keep_scale, threshold, s_bias_t, s_bias_s, s_mask_t, s_mask_s,
-                    s_pattern, MASKED, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN,
-                    DROPOUT,
+                    b_s, b_dp, b_lse[None, :], b_delta[None, :], o_q[None, :], o_k[:, None], seed, p_bias_h,
+                    p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h, p_mask_h, p_pattern_h, T, S, scale, soft_cap,
+                    keep_scale, threshold, s_bias_t, s_bias_s, s_mask_t, s_mask_s, s_pattern, MASKED, LO, HI, CHUNK,
+                    SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN, DROPOUT,
                 )  # fmt: skip
                 if MASKED and GUARD:
                     b_dv = guarded_dot(b_kept.to(b_do.dtype), b_do, m_seen, b_dv, PRECISION)
@@ -455,10 +455,10 @@ def dbias_kernel(
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         _, b_ds, _m = tile_gradient(
-            b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, p_bias_h, p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h,
-            p_mask_h, p_pattern_h, T, S, scale, soft_cap, keep_scale, threshold, s_bias_t, s_bias_s, s_mask_t, s_mask_s,
-            s_pattern, True, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN,
-            DROPOUT,
+            b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, p_bias_h, p_q_seg_h,
+            p_k_seg_h, p_q_pos_h, p_k_pos_h, p_mask_h, p_pattern_h, T, S, scale, soft_cap, keep_scale, threshold,
+            s_bias_t, s_bias_s, s_mask_t, s_mask_s, s_pattern, True, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK,
+            PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN, DROPOUT,
         )  # fmt: skip
         b_sum += b_ds
     # (1, 1), (1, BK), (BQ, 1) or (BQ, BK) of it are the bias's own

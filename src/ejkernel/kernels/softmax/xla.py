@@ -64,9 +64,8 @@ def default_config(call: Call) -> Config:
 
 def _reach(call: Call) -> int:
     """How many keys a query may see at most, as far as the static mask tells."""
-    dims, band = dimensions(call), call.spec.band
-    bounded = band.lo is not None and band.hi is not None
-    return min(dims.S, band.hi - band.lo + 1 if bounded else dims.S, call.spec.chunk or dims.S)
+    S, (lo, hi) = dimensions(call).S, call.spec.band
+    return min(S, S if lo is None or hi is None else hi - lo + 1, call.spec.chunk or S)
 
 
 def search_space(call: Call) -> list[Config]:
@@ -126,9 +125,17 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 # the axes that are lengths, once heads come before them
 _LENGTHS = {
-    **{"query": "..T.", "key": "..S.", "value": "..S.", "bias": "..TS", "mask": "..TS"},
-    **{"q_segments": ".T", "kv_segments": ".S", "q_positions": ".T", "kv_positions": ".S"},
-    **{"query_marks": "..T", "key_marks": "..S"},
+    "query": "..T.",
+    "key": "..S.",
+    "value": "..S.",
+    "bias": "..TS",
+    "mask": "..TS",
+    "q_segments": ".T",
+    "kv_segments": ".S",
+    "q_positions": ".T",
+    "kv_positions": ".S",
+    "query_marks": "..T",
+    "key_marks": "..S",
 }
 
 
@@ -414,6 +421,6 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         "value": joined(by_head.value, dims.Hkv, dims.S, call["value"]),
     }
     if dbias is not None:
-        bias, dbias = call["bias"], sum(dbiases[1:], dbiases[0])
+        bias, dbias = call["bias"], jnp.stack(dbiases).sum(0)
         result["bias"] = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return result | sink_gradient(call, lse, delta)
