@@ -221,6 +221,7 @@ def _pattern(case: Case, block: int | tuple[int, int] = 16, heads: int = 0, batc
     bq, bk = (block, block) if isinstance(block, int) else block
     lead = (batch, heads) if batch else (heads,) if heads else ()
     blocks = _rng(case).random((*lead, -(-case.T // bq), -(-case.kv_len // bk))) < 0.5
+    blocks[..., -1] = False  # keys that nobody sees
     pattern = BlockPattern.from_dense(blocks, block_size=block)
     return MaskInfo.from_block_pattern(pattern, q_len=case.T, kv_len=case.kv_len)
 

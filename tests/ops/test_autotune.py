@@ -38,7 +38,7 @@ def test_the_winner_is_kept(measured):
     assert measured == [DEFAULT, SLOW, FAST]  # each once
     kept = TunedConfigs.load(user_file("cpu"))
     where = "flash_attention", bucket(canonicalise(Q, Q, Q))
-    assert kept.find(*where, "xla") == {"block_q": 16, "block_k": 16}
+    assert xla.Config(**kept.find(*where, "xla")) == FAST
     assert kept.times(*where) == {"xla": pytest.approx(1.0)}
     assert explain(flash_attention, Q, Q, Q).config == FAST
     assert explain(flash_attention, Q, Q, Q).config_source == "the user's tuned file"
@@ -114,7 +114,7 @@ def test_for_real(compiled, monkeypatch, tmp_path):
     np.testing.assert_allclose(got, 1.0, rtol=1e-6)
     entries = TunedConfigs.load(user_file("cpu")).entries["flash_attention"]
     (entry,) = entries.values()
-    assert entry["xla"]["microseconds"] > 0 and set(entry["xla"]["config"]) == {"block_q", "block_k"}
+    assert entry["xla"]["microseconds"] > 0 and xla.Config(**entry["xla"]["config"])
 
 
 def test_median_seconds_repeats():

@@ -55,7 +55,7 @@ def test_packed_sequence_batching():
     assert not np.any(output[:, 9:])
 
 
-@pytest.mark.filterwarnings("ignore:`with mesh:` context manager:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 def test_distributed_execution():
     from jax.sharding import Mesh
     from jax.sharding import PartitionSpec as P

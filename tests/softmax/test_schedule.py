@@ -13,8 +13,8 @@ from ejkernel.types import BlockPattern, MaskInfo
 
 B, H = 2, 2
 # few shapes, so that what jax.numpy compiles for them is reused
-LENGTHS = [(1, 1), (13, 13), (9, 21), (21, 9)]
-TILES = [(4, 4), (8, 4), (5, 7), (32, 32)]
+LENGTHS = [(13, 13), (9, 21), (21, 9)]
+TILES = [(4, 4), (8, 4), (5, 7)]
 
 lengths = st.sampled_from(LENGTHS)
 tiles = st.sampled_from(TILES)

@@ -110,7 +110,7 @@ def test_the_output_is_laid_out_as_asked(mesh):
     assert out.sharding.is_equivalent_to(sharding, 4)
 
 
-@pytest.mark.filterwarnings("ignore:`with mesh:` context manager:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 @pytest.mark.parametrize("enter", [lambda mesh: mesh, jax.set_mesh], ids=["with-mesh", "set_mesh"])
 def test_an_ambient_mesh(mesh, enter):
     """Around a call with its specs, not compiled."""

@@ -27,18 +27,15 @@ def _unfold(x: jax.Array, size: int, B: int, rows: int) -> jax.Array:
     return x if rows == B else x.sum(1, keepdims=True)
 
 
-def fold_forward(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of named arrays whose outputs all have the whole batch."""
+def fold_forward(function: Callable[[Any], Any], whole: frozenset[str]) -> Callable[[Any], Any]:
+    """A function of named arrays whose outputs all have the whole batch; those named in `whole` never broadcast."""
     wrapped = jax.custom_batching.custom_vmap(function)
 
     @wrapped.def_vmap
     def rule(axis_size, in_batched, arrays):  # pyright: ignore[reportUnusedFunction]
         (mapped,) = in_batched
         B = batch_size(arrays, mapped)
-        folded = {name: _fold(x, mapped[name], axis_size, B, expand=False) for name, x in arrays.items()}
-        if batch_size(folded) != axis_size * B:
-            first = next(iter(folded))
-            folded[first] = _fold(arrays[first], mapped[first], axis_size, B, expand=True)
+        folded = {name: _fold(x, mapped[name], axis_size, B, name in whole) for name, x in arrays.items()}
         outputs = wrapped(folded)
         unfolded = jax.tree.map(lambda x: _unfold(x, axis_size, B, B), outputs)
         return unfolded, jax.tree.map(lambda _: True, unfolded)

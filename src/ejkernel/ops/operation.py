@@ -16,13 +16,14 @@ Arrays = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimension letters of a named array, and whether a gradient flows to it.
+    """The dimension letters of a named array, whether a gradient flows to it, and whether it may broadcast.
 
-    The first letter is `B` everywhere: its size is the batch or 1, and vmap folds into it.
+    The first letter is `B` everywhere, and vmap folds into it. Its size is the batch, or also 1 where it broadcasts.
     """
 
     names: str
     grad: bool = False
+    broadcasts: bool = True
 
     @property
     def axes(self) -> tuple[str, ...]:

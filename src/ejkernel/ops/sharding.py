@@ -48,17 +48,31 @@ def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, P
     return dict(zip(names, in_specs, strict=False))
 
 
-def _axes_by_dimension(operation: Operation, specs: dict[str, PartitionSpec]) -> dict[str, Axes]:
+def _sizes(operation: Operation, call: Call) -> dict[str, int]:
+    """The size of each dimension letter; an array may broadcast along one with size 1."""
+    sizes: dict[str, int] = {}
+    for name, x in call.arrays.items():
+        for letter, n in zip(operation.arrays[name].axes, x.shape, strict=True):
+            sizes[letter] = max(n, sizes.get(letter, 1))
+    return sizes
+
+
+def _axes_by_dimension(operation: Operation, call: Call, specs: dict[str, PartitionSpec]) -> dict[str, Axes]:
     """Mesh axes of each dimension letter, from the specs given."""
     found: dict[str, Axes] = {}
     for name, spec in specs.items():
         letters = operation.arrays[name].axes
         if len(spec) > len(letters):
             raise ValueError(f"in_specs of {name} is {spec}, but it has dimensions {letters}")
-        for letter, entry in zip(letters, spec, strict=False):
+        entries = (*spec, *(None for _ in letters[len(spec) :]))
+        for letter, entry, size in zip(letters, entries, call[name].shape, strict=True):
             axes = _axes(entry)
+            if size == 1 and not axes:
+                continue  # it broadcasts: this says nothing about the dimension
             if found.setdefault(letter, axes) != axes:
                 raise ValueError(f"in_specs disagree on dimension {letter}: {found[letter]} and {axes} (in {name})")
+    if "Hkv" not in found and _sizes(operation, call).get("Hkv", 1) > 1:
+        found["Hkv"] = found.get("H", ())
     return found
 
 
@@ -69,8 +83,9 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh)
                 f"in_specs split dimension {letter} over {axes}: {operation.name} can only be split over batch and "
                 "heads; ring_attention splits lengths"
             )
-    sizes = {letter: n for name, x in call.arrays.items() for letter, n in zip(operation.arrays[name].axes, x.shape)}
-    if "Hkv" in sizes and found.get("H", ()) != found.get("Hkv", ()) and not (sizes["Hkv"] == 1 and not found["Hkv"]):
+    sizes = _sizes(operation, call)
+    split_alike = found.get("H", ()) == found.get("Hkv", ())
+    if "Hkv" in sizes and not split_alike and not (sizes["Hkv"] == 1 and not found.get("Hkv")):
         raise ValueError(
             f"query heads are split over {found.get('H', ())} and key heads over {found.get('Hkv', ())}; "
             f"with {sizes['Hkv']} key heads they must be split alike"
@@ -97,7 +112,7 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
     mesh = shards.mesh
     assert mesh is not None
     given = _named_specs(operation, call, shards.in_specs)
-    found = _axes_by_dimension(operation, given)
+    found = _axes_by_dimension(operation, call, given)
     _check(found, call, operation, mesh)
     in_specs = {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in call.arrays.items()}
     in_specs |= given

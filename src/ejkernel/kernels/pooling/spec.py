@@ -129,7 +129,7 @@ def probes() -> dict[str, Call]:
 
 MEAN_POOLING = Operation(
     name="mean_pooling",
-    arrays={"x": Dims("B T H D", grad=True), "cu_seqlens": Dims("B N")},
+    arrays={"x": Dims("B T H D", grad=True, broadcasts=False), "cu_seqlens": Dims("B N")},
     outputs={"out": "B R H D"},
     implementations={"xla": "ejkernel.kernels.pooling.xla", "triton": "ejkernel.kernels.pooling.triton"},
     preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)},

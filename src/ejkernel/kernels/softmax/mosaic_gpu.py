@@ -322,7 +322,7 @@ class _Forward:
             acc *= across(decay, acc.shape, 0)
             l *= decay
             scrubbed = masked and self.masks.mixed
-            if scrubbed:
+            if scrubbed and keep is not None:
                 plgpu.barrier_wait(s["v_ready"].at[slot])
                 flag = across(load(s["v_flag"].at[slot], COL), shape, 1)
                 p16 = jnp.where(keep, p + flag, 0.0).astype(self.dtype)

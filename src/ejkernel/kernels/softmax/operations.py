@@ -91,7 +91,7 @@ def probes() -> dict[str, Call]:
         "Dv != D": _struct_call(Dv=32),
         "float16": _struct_call(dtype="float16"),
         "float32": _struct_call(dtype="float32"),
-        "logits_dtype bfloat16": _struct_call(logits_dtype=jnp.bfloat16),
+        "logits_dtype bfloat16": _struct_call(logits_dtype="bfloat16"),
     }
 
 

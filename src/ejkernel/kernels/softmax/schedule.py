@@ -105,6 +105,8 @@ def _closed_ranges(call: Call, dims: Dimensions, block_q: int, block_k: int, sid
         _narrow(some, every, *_band_intervals(first, last, band))
         if spec.chunk is not None:
             _narrow(some, every, *_chunk_intervals(first, last, spec.chunk))
+    if side == "k" and dims.S % block_k:
+        every[1][-1] = every[0][-1] - 1  # keys past the end are hidden from every query
     return _block_units(some, every, columns, size)[None, None]
 
 

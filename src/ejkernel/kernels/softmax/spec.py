@@ -17,9 +17,9 @@ from ejkernel.types import MaskInfo
 FLOATS = ("float32", "bfloat16", "float16")
 
 ARRAYS = {
-    "query": Dims("B T H D", grad=True),
-    "key": Dims("B S Hkv D", grad=True),
-    "value": Dims("B S Hkv Dv", grad=True),
+    "query": Dims("B T H D", grad=True, broadcasts=False),
+    "key": Dims("B S Hkv D", grad=True, broadcasts=False),
+    "value": Dims("B S Hkv Dv", grad=True, broadcasts=False),
     "bias": Dims("B H T S", grad=True),
     "sinks": Dims("B H", grad=True),
     "q_segments": Dims("B T"),
@@ -28,7 +28,7 @@ ARRAYS = {
     "kv_positions": Dims("B S"),
     "mask": Dims("B H T S"),
     "pattern": Dims("B H Tb Sb"),
-    "dropout_seeds": Dims("B H"),
+    "dropout_seeds": Dims("B H", broadcasts=False),
 }
 
 OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "argmax": "B H T"}
@@ -261,6 +261,8 @@ def _seed(seed: Any, dropout: float) -> jax.Array:
     seed = jnp.asarray(seed)
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return jax.random.bits(seed, (), jnp.uint32)
+    if seed.shape == (2,) and seed.dtype == jnp.uint32:  # a key of the old kind
+        return jax.random.bits(seed, (), jnp.uint32)
     if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(f"dropout_seed must be an int, an integer scalar or a key, got {seed.dtype} {seed.shape}")
     return seed.astype(jnp.uint32)
@@ -341,10 +343,11 @@ def cumulative_lengths(name: str, cum: Any, total: int) -> jax.Array:
     array = jnp.asarray(cum)
     if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be int32 (sequences + 1,), got {array.dtype} {array.shape}")
-    host = cum if isinstance(cum, jax.Array) else np.asarray(cum)
-    bad = (host < 0) | (host > total)
-    bad = bad | (jnp.diff(host, prepend=0) < 0 if isinstance(host, jax.Array) else np.diff(host, prepend=0) < 0)
-    check_rows(host, bad, f"{name} must start at 0, never decrease, and end within the {total} tokens")
+    values = cum if isinstance(cum, jax.Array) else np.asarray(cum)
+    numbers = jnp if isinstance(cum, jax.Array) else np
+    bad = (values < 0) | (values > total) | (numbers.diff(values, prepend=values[:1]) < 0)
+    bad = bad | ((numbers.arange(len(values)) == 0) & (values != 0))
+    check_rows(values, bad, f"{name} must start at 0, never decrease, and end within the {total} tokens")
     return jnp.clip(jax.lax.cummax(array.astype(jnp.int32)), 0, total)
 
 
@@ -371,7 +374,7 @@ def _mask_arrays(mask: MaskInfo) -> dict[str, Any]:
         "q_positions": mask.q_pos,
         "kv_positions": mask.kv_pos,
         "mask": mask.dense,
-        "pattern": None if mask.pattern is None else mask.pattern.blocks,
+        "pattern": None if mask.pattern is None else jnp.asarray(mask.pattern.blocks),
     }
 
 
@@ -402,10 +405,11 @@ def _unnormalised(call: Call, outputs: dict[str, jax.Array], softmax_aux: Any) -
 def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
     """The logit (B, H, T) of each row's best key, -inf where it sees none (argmax -1)."""
     dims = dimensions(call)
-    at = jnp.maximum(argmax, 0)
+    at, some = jnp.maximum(argmax, 0), (argmax >= 0)[..., None]
     key = jnp.repeat(call["key"], dims.G, axis=2).swapaxes(1, 2)  # (B, H, S, D)
-    best = jnp.take_along_axis(key, at[..., None], axis=2).astype(jnp.float32)
-    query = call["query"].swapaxes(1, 2).astype(jnp.float32)
+    # a row that sees nothing has no best key, and what lies there must not reach a gradient
+    best = jnp.where(some, jnp.take_along_axis(key, at[..., None], axis=2), 0).astype(jnp.float32)
+    query = jnp.where(some, call["query"].swapaxes(1, 2), 0).astype(jnp.float32)
     logits = call.spec.scale * jnp.einsum("bhtd,bhtd->bht", query, best, precision="highest")
     if (bias := call.get("bias")) is not None:
         wide = jnp.broadcast_to(bias, (*bias.shape[:3], dims.S)) if bias.shape[3] == 1 else bias
