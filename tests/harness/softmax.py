@@ -351,7 +351,7 @@ LOGITS = (
 DROPOUTS = (
     Case("dropout", options=DROPOUT),
     Case("dropout-gqa-causal-T<S", T=40, S=70, H=4, Hkv=2, options={**DROPOUT, **CAUSAL}),
-    Case("dropout-bfloat16-segments", T=70, dtype="bfloat16", mask=_segments, options=DROPOUT),
+    Case("dropout-bfloat16-segments", T=70, dtype="bfloat16", mask=partial(_segments, padding=9), options=DROPOUT),
 )
 PACKED = (
     Case("packed", B=1, T=100, cum_q=(0, 30, 31, 80, 100), options=CAUSAL),

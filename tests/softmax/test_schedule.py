@@ -13,8 +13,8 @@ from ejkernel.types import BlockPattern, MaskInfo
 
 B, H = 2, 2
 # few shapes, so that what jax.numpy compiles for them is reused
-LENGTHS = [(13, 13), (9, 21), (21, 9)]
-TILES = [(4, 4), (8, 4), (5, 7)]
+LENGTHS = [(9, 21), (21, 9)]
+TILES = [(8, 4), (5, 7)]
 
 lengths = st.sampled_from(LENGTHS)
 tiles = st.sampled_from(TILES)
@@ -120,12 +120,12 @@ def test_segments(sizes, blocks, seed, ordered, causal, window):
     check(schedule, *blocks)
 
 
-@given(st.sampled_from([(13, 13), (21, 21)]), tiles, seeds)
-def test_packed_documents_are_visited_exactly(sizes, blocks, seed):
-    T, _ = sizes
+@given(tiles, seeds)
+def test_packed_documents_are_visited_exactly(blocks, seed):
+    T = 21
     cuts = np.sort(np.random.default_rng(seed).integers(0, T, 3))
     mask = MaskInfo.from_cu_seqlens(jnp.asarray([0, *cuts], jnp.int32), max_q_len=T)
-    check(call_of(*sizes, mask_info=mask), *blocks, exact=True)
+    check(call_of(T, T, mask_info=mask), *blocks, exact=True)
 
 
 @given(lengths, tiles, st.integers(0, 21), st.integers(0, 21), st.booleans())

@@ -43,8 +43,7 @@ def dense():
 
 
 CALLS = {
-    "plain": (qkv(), {}),
-    "causal-gqa": (qkv(), {"causal": True}),
+    "causal": (qkv(), {"causal": True}),
     "segments": (qkv(), {"mask_info": segments(), "causal": True}),
     "segments-one-row": (qkv(), {"mask_info": segments(1)}),
     "mask-per-head": (qkv(), {"mask_info": dense()}),
@@ -53,7 +52,6 @@ CALLS = {
     "bias-per-batch": (qkv() | {"bias": normal("bias", (B, 1, T, 1))}, {"causal": True}),
     "bias-shared": (qkv() | {"bias": normal("bias", (T, T))}, {}),
     "sinks": (qkv() | {"softmax_aux": normal("sinks", (H, 2))}, {"causal": True}),
-    "sinks-shared": (qkv() | {"softmax_aux": normal("sinks", (3,))}, {}),
     "dropout": (qkv(), {"dropout_prob": 0.4, "dropout_seed": 3}),
     "unnormalised": (qkv() | {"softmax_aux": normal("sinks", (H,))}, {"normalize_output": False}),
 }  # fmt: skip

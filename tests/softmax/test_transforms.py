@@ -61,7 +61,6 @@ MAPS = {
     "key-value-batch-1": (qkv(1, N) | {"query": normal("query", (1, T, H, D))}, {}, {"key", "value"}),
     "mask": (qkv(2), {"mask": booleans((N, 2, 1, T, T))}, {"mask"}),
     "mask-batch-1": (qkv(1), {"mask": booleans((N, 1, H, T, T))}, {"mask"}),
-    "segments": (qkv(2), {"ids": IDS}, {"ids"}),
     "segments-one-row": (qkv(2), {"ids": IDS[:, :1]}, {"ids"}),
     "segments-batch-1": (qkv(1), {"ids": IDS[:, :1]}, {"ids"}),
     "pattern": (qkv(2), {"blocks": booleans((N, 1, H, 4, 4))}, {"blocks"}),
@@ -71,7 +70,6 @@ MAPS = {
     "sinks": (qkv(2) | {"softmax_aux": normal("sinks", (N, H))}, {}, {"softmax_aux"}),
     "sinks-unmapped": (qkv(1, N) | {"softmax_aux": normal("sinks", (H, 3))}, {}, {"query", "key", "value"}),
     "dropout": (qkv(2, N), {"seed": jnp.int32(5)}, {"query", "key", "value"}),
-    "dropout-seed": (qkv(2), {"seed": whole([5, 6, 7])}, {"seed"}),
     "dropout-seed-batch-1": (qkv(1), {"seed": whole([5, 6, 7])}, {"seed"}),
 }  # fmt: skip
 

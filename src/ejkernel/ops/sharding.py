@@ -107,6 +107,21 @@ def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axe
     return PartitionSpec(*(found.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True)))
 
 
+def varying_like(start: Any, arrays: Any) -> Any:
+    """`start` marked as varying over the mesh axes that `arrays` vary over, as a loop inside a shard_map must be."""
+
+    def varies_over(x: Any) -> frozenset[str]:
+        return jax.typeof(x).manual_axis_type.varying
+
+    axes = frozenset().union(*(varies_over(x) for x in jax.tree.leaves(arrays)))
+
+    def marked(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varies_over(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(marked, start)
+
+
 def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable[[Call], Arrays]) -> Arrays:
     """Run `body` on every device's part of the call."""
     mesh = shards.mesh

@@ -23,6 +23,7 @@ from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
 from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
+from ejkernel.ops.sharding import varying_like
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
     total = jnp.zeros((rows,)) if head.sinks is None else jnp.exp(head.sinks - top)
     best = _Best(jnp.full((rows,), MASKED), jnp.full((rows,), -1, jnp.int32)) if spec.with_argmax else None
     start = (Online(top, total, jnp.zeros((rows, size))), best)
-    online, best = _visit(schedule, head, i, step, start)
+    online, best = _visit(schedule, head, i, step, varying_like(start, head))
     out, lse = online_finish(online)
     outputs = {"out": out.astype(query.dtype), "lse": lse}
     return outputs if best is None else {**outputs, "argmax": best.index}
@@ -375,14 +376,14 @@ def _backward_head(tiling: _Tiling, head: _Head, rows: _Rows, schedule: Schedule
 
     def column(carry: tuple[jax.Array, Any], j: jax.Array):
         zeros = jnp.zeros((tiling.block_k, tiling.dims.D)), jnp.zeros((tiling.block_k, tiling.dims.Dv))
-        start = _Gradients(carry[0], *zeros, carry[1])
+        start = varying_like(_Gradients(carry[0], *zeros, carry[1]), (head, rows))
         done = _visit(
             schedule, head, j, lambda masked, i, sums: _backward_tile(tiling, head, rows, masked, i, j, sums), start
         )
         return (done.query, done.bias), (done.key, done.value)
 
     dbias = None if head.bias is None else jnp.zeros(head.bias.shape, jnp.float32)
-    start = jnp.zeros(head.query.shape, jnp.float32), dbias
+    start = varying_like((jnp.zeros(head.query.shape, jnp.float32), dbias), (head, rows))
     (dquery, dbias), (dkey, dvalue) = lax.scan(column, start, jnp.arange(tiling.columns))
     scale = tiling.spec.scale
     return _Gradients(dquery * scale, dkey.reshape(head.key.shape) * scale, dvalue.reshape(head.value.shape), dbias)
@@ -408,6 +409,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         return total_bias, gradients._replace(bias=None)
 
     dbias = jnp.zeros(arrays["bias"].shape, jnp.float32) if "bias" in call else None
+    dbias = varying_like(dbias, (arrays, rows))
     dbiases, by_head = _in_lanes(one, dbias, dims.B * dims.H, config.lanes)
 
     def joined(x: jax.Array, heads: int, length: int, like: jax.Array) -> jax.Array:
