@@ -23,14 +23,19 @@ def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any
     return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def finite_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x (..., L, D) with zeros for what is not finite, and a mark (..., L): nan for a row that held any, else 0.
+def finite(x: jax.Array) -> jax.Array:
+    """x with zeros for what is not finite.
 
-    0 * nan is nan, so in a product a hidden row could leak. Products use the zeros; the mark is added to the logits of
-    the row before they are masked, so that whoever sees the row is nan and nobody else.
+    0 * nan is nan, so in a product over rows a hidden one could leak. Such products use finite rows, and the logits of
+    a bad row are made nan instead (`nan_rows`): masking then hides them from all who must not see them.
     """
-    fine = jnp.isfinite(x)
-    return jnp.where(fine, x, 0), jnp.where(fine.all(-1), 0.0, jnp.nan)
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def nan_rows(x: jax.Array, *marking: jax.Array) -> jax.Array:
+    """x (..., L, D) with nan for the rows in which one of the arrays `marking` (..., L, D') is not finite."""
+    fine = jnp.stack([jnp.isfinite(m).all(-1, keepdims=True) for m in marking]).all(0)
+    return jnp.where(fine, x, jnp.nan)
 
 
 def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:

@@ -1,7 +1,9 @@
 """Softmax attention in plain XLA: runs everywhere, visits only the scheduled tiles, needs O(T) memory."""
 
+import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +15,9 @@ from ejkernel.kernels.common.tiles import (
     MASKED,
     Online,
     capped,
-    finite_rows,
+    finite,
     matmul,
+    nan_rows,
     online_finish,
     online_step,
     uncapped_gradient,
@@ -81,6 +84,7 @@ class _Tiling(NamedTuple):
     dims: Dimensions
     block_q: int
     block_k: int
+    scaled: bool  # the scale is in the queries
 
     @property
     def rows(self) -> int:
@@ -92,29 +96,41 @@ class _Tiling(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What one (batch, head) works on, lengths padded to whole tiles; absent options are None."""
+    """One (batch, head) of the arrays, which stay whole: only tiles are ever cut out of them."""
 
+    arrays: dict[str, jax.Array]
     b: Any
     h: Any
-    query: Any  # (T, D)
-    key: Any  # (S, D)
-    value: Any  # (S, Dv)
-    bias: Any  # (T|1, S|1)
-    sinks: Any  # ()
-    q_segments: Any  # (T,)
-    kv_segments: Any  # (S,)
-    q_positions: Any
-    kv_positions: Any
-    mask: Any  # (T|1, S|1)
-    pattern: Any  # (Tb, Sb)
-    dropout_seeds: Any  # ()
-    query_marks: Any  # (T,) nan where a row is not finite
-    key_marks: Any  # (S,) of keys and values
+    kv: Any  # the key head of h
+
+    def at(self, name: str) -> tuple[Any, ...]:
+        """The leading indices of an array: batch, and head unless it has none."""
+        x = self.arrays[name]
+        index = (self.b,) if name in _BY_ROW else (self.b, self.kv if name in _BY_KEY_HEAD else self.h)
+        return tuple(i if n > 1 else 0 for i, n in zip(index, x.shape, strict=False))
+
+    def cut(self, name: str, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
+        """A part of an array: along its axes behind batch and head; axes of size 1 and the last stay whole."""
+        x, at = self.arrays[name], self.at(name)
+        rest = x.shape[len(at) :]
+        whole = [n == 1 or axis >= len(sizes) for axis, n in enumerate(rest)]
+        first = [0 if w else starts[axis] for axis, w in enumerate(whole)]
+        shape = [rest[axis] if w else sizes[axis] for axis, w in enumerate(whole)]
+        return lax.dynamic_slice(x, (*at, *first), (1,) * len(at) + tuple(shape)).reshape(shape)
+
+
+_BY_ROW = ("q_segments", "kv_segments", "q_positions", "kv_positions")
+_BY_KEY_HEAD = ("key", "value", "finite_key")
 
 
 def _tiling(call: Call, config: Config) -> _Tiling:
     dims = dimensions(call)
-    return _Tiling(call.spec, dims, min(config.block_q, dims.T), min(config.block_k, dims.S))
+    return _Tiling(call.spec, dims, min(config.block_q, dims.T), min(config.block_k, dims.S), _scale_in_query(call))
+
+
+def _scale_in_query(call: Call) -> bool:
+    """Whether the scale can move into the queries, saving a pass over every tile, without rounding them more."""
+    return call["query"].dtype == jnp.float32 or math.frexp(abs(call.spec.scale))[0] == 0.5
 
 
 def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
@@ -141,41 +157,24 @@ _LENGTHS = {
 
 
 def _by_head(call: Call, tiling: _Tiling) -> dict[str, jax.Array]:
-    """The arrays with batch and head first, lengths padded to whole tiles, and finite rows."""
+    """The arrays with batch and head first and whole tiles of rows; values finite, their marks in the keys."""
     lengths = {"T": tiling.rows * tiling.block_q, "S": tiling.columns * tiling.block_k}
-    arrays = dict(call.arrays)
-    marks = {}
-    for name in ("query", "key", "value"):
-        arrays[name], marks[name] = finite_rows(arrays[name].swapaxes(1, 2))  # a head's rows lie together
-    arrays["query_marks"], arrays["key_marks"] = marks["query"], marks["key"] + marks["value"]
+    # a head's rows lie together
+    arrays = call.arrays | {name: call[name].swapaxes(1, 2) for name in ("query", "key", "value")}
+    arrays["key"] = nan_rows(arrays["key"], arrays["value"])
+    arrays["value"] = finite(arrays["value"])
+    if _scale_in_query(call):
+        arrays["query"] *= tiling.spec.scale
     for name, axes in _LENGTHS.items():
         for axis, letter in enumerate(axes if name in arrays else ""):
             arrays[name] = _padded(arrays[name], axis, lengths[letter]) if letter in lengths else arrays[name]
     return arrays
 
 
-def _pick(x: jax.Array | None, *index: Any) -> Any:
-    """x at leading indices, where an axis of size 1 broadcasts."""
-    return None if x is None else x[tuple(i if n > 1 else 0 for i, n in zip(index, x.shape, strict=False))]
-
-
 def _head(arrays: dict[str, jax.Array], dims: Dimensions, number: Any) -> _Head:
-    """The arrays of one (batch, head), numbered batch-major."""
+    """One (batch, head), numbered batch-major."""
     b, h = number // dims.H, number % dims.H
-    rows = {n: _pick(arrays.get(n), b) for n in ("q_segments", "kv_segments", "q_positions", "kv_positions")}
-    names = ("query", "query_marks", "bias", "sinks", "mask", "pattern", "dropout_seeds")
-    heads = {n: _pick(arrays.get(n), b, h) for n in names}
-    shared = {n: arrays[n][b, h // dims.G] for n in ("key", "value", "key_marks")}
-    return _Head(b, h, **shared, **rows, **heads)
-
-
-def _block(x: jax.Array, i: Any, size: int, axis: int = 0) -> jax.Array:
-    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, i * size, size, axis)
-
-
-def _tile_of(x: jax.Array, i: Any, j: Any, tiling: _Tiling) -> jax.Array:
-    """The tile (i, j) of a matrix (T|1, S|1)."""
-    return _block(_block(x, i, tiling.block_q, 0), j, tiling.block_k, 1)
+    return _Head(arrays, b, h, h // dims.G)
 
 
 def _indices(tiling: _Tiling, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
@@ -184,13 +183,29 @@ def _indices(tiling: _Tiling, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
     return rows, j * tiling.block_k + lax.broadcasted_iota(jnp.int32, (1, tiling.block_k), 1)
 
 
+def _queries(tiling: _Tiling, head: _Head, name: str, i: Any) -> jax.Array:
+    """Rows of query block i."""
+    return head.cut(name, (i * tiling.block_q,), (tiling.block_q,))
+
+
+def _keys(tiling: _Tiling, head: _Head, name: str, j: Any) -> jax.Array:
+    """Rows of key block j."""
+    return head.cut(name, (j * tiling.block_k,), (tiling.block_k,))
+
+
+def _tile_of(tiling: _Tiling, head: _Head, name: str, i: Any, j: Any) -> jax.Array:
+    """The tile (i, j) of a matrix (T|1, S|1)."""
+    return head.cut(name, (i * tiling.block_q, j * tiling.block_k), (tiling.block_q, tiling.block_k))
+
+
 def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: Any, j: Any) -> jax.Array:
     """Logits (block_q, block_k) after bias and soft cap, before the mask."""
     spec = tiling.spec
-    logits = spec.scale * matmul(query, key, (1, 1), spec.precision)
-    logits += _block(head.query_marks, i, tiling.block_q)[:, None] + _block(head.key_marks, j, tiling.block_k)[None, :]
-    if head.bias is not None:
-        logits += _tile_of(head.bias, i, j, tiling).astype(jnp.float32)
+    logits = matmul(query, key, (1, 1), spec.precision)
+    if not tiling.scaled:
+        logits *= spec.scale
+    if "bias" in head.arrays:
+        logits += _tile_of(tiling, head, "bias", i, j).astype(jnp.float32)
     return capped(logits, spec.soft_cap).astype(spec.logits_dtype).astype(jnp.float32)
 
 
@@ -199,30 +214,30 @@ def _seen(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
     spec, dims = tiling.spec, tiling.dims
     queries, keys = _indices(tiling, i, j)
     seen = (queries < dims.T) & (keys < dims.S)
-    if head.q_positions is None:
-        q_pos, k_pos = queries + (dims.S - dims.T), keys
-    else:
-        q_pos = _block(head.q_positions, i, tiling.block_q)[:, None]
-        k_pos = _block(head.kv_positions, j, tiling.block_k)[None, :]
+    q_pos, k_pos = queries + (dims.S - dims.T), keys
+    if "q_positions" in head.arrays:
+        q_pos = _queries(tiling, head, "q_positions", i)[:, None]
+        k_pos = _keys(tiling, head, "kv_positions", j)[None, :]
     if spec.band.lo is not None:
         seen &= k_pos - q_pos >= spec.band.lo
     if spec.band.hi is not None:
         seen &= k_pos - q_pos <= spec.band.hi
     if spec.chunk is not None:
         seen &= q_pos // spec.chunk == k_pos // spec.chunk
-    if head.q_segments is not None:
-        q_ids = _block(head.q_segments, i, tiling.block_q)[:, None]
-        seen &= (q_ids == _block(head.kv_segments, j, tiling.block_k)[None, :]) & (q_ids >= 0)
-    if head.mask is not None:
-        seen &= _tile_of(head.mask, i, j, tiling)
-    if head.pattern is not None:
+    if "q_segments" in head.arrays:
+        q_ids = _queries(tiling, head, "q_segments", i)[:, None]
+        seen &= (q_ids == _keys(tiling, head, "kv_segments", j)[None, :]) & (q_ids >= 0)
+    if "mask" in head.arrays:
+        seen &= _tile_of(tiling, head, "mask", i, j)
+    if "pattern" in head.arrays:
         height, width = spec.pattern_block or (1, 1)
-        seen &= head.pattern[queries // height, keys // width]
+        seen &= head.arrays["pattern"][(*head.at("pattern"), queries // height, keys // width)]
     return seen
 
 
 def _stays(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
-    return bits.keep(head.dropout_seeds, *_indices(tiling, i, j), tiling.spec.dropout)
+    seed = head.arrays["dropout_seeds"][head.at("dropout_seeds")]
+    return bits.keep(seed, *_indices(tiling, i, j), tiling.spec.dropout)
 
 
 def _visit(schedule: Schedule, head: _Head, i: Any, step: Any, state: Any) -> Any:
@@ -257,11 +272,11 @@ class _Best(NamedTuple):
 def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> dict[str, jax.Array]:
     """One block of query rows against every key block it visits."""
     spec, (rows, size) = tiling.spec, (tiling.block_q, tiling.dims.Dv)
-    query = _block(head.query, i, rows)
+    query = _queries(tiling, head, "query", i)
 
     def step(masked: bool, j: Any, state: tuple[Online, _Best | None]):
         online, best = state
-        key, value = _block(head.key, j, tiling.block_k), _block(head.value, j, tiling.block_k)
+        key, value = _keys(tiling, head, "key", j), _keys(tiling, head, "value", j)
         logits = _logits(tiling, head, query, key, i, j)
         logits = jnp.where(_seen(tiling, head, i, j), logits, MASKED) if masked else logits
         if best is not None:
@@ -273,11 +288,12 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
         product = matmul(weights.astype(value.dtype), value, (1, 0), spec.precision)
         return online._replace(out=online.out + product), best
 
-    top = jnp.full((rows,), MASKED) if head.sinks is None else jnp.full((rows,), jnp.maximum(head.sinks, MASKED))
-    total = jnp.zeros((rows,)) if head.sinks is None else jnp.exp(head.sinks - top)
+    sink = head.arrays["sinks"][head.at("sinks")] if "sinks" in head.arrays else -jnp.inf
+    top = jnp.full((rows,), jnp.maximum(sink, MASKED))
+    total = jnp.exp(sink - top)
     best = _Best(jnp.full((rows,), MASKED), jnp.full((rows,), -1, jnp.int32)) if spec.with_argmax else None
     start = (Online(top, total, jnp.zeros((rows, size))), best)
-    online, best = _visit(schedule, head, i, step, varying_like(start, head))
+    online, best = _visit(schedule, head, i, step, varying_like(start, head.arrays))
     out, lse = online_finish(online)
     outputs = {"out": out.astype(query.dtype), "lse": lse}
     return outputs if best is None else {**outputs, "argmax": best.index}
@@ -312,24 +328,9 @@ class _Gradients(NamedTuple):
     bias: Any  # (T|1, S|1) or None
 
 
-class _Rows(NamedTuple):
-    """Per query row of one head: the cotangent of out, lse and delta."""
-
-    dout: jax.Array  # (T, Dv)
-    lse: jax.Array  # (T,)
-    delta: jax.Array
-
-
-def _finite_terms(dout: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple[_Rows, jax.Array]:
-    """The terms of each row (B, H, T, ...) with zeros for nan, and a mark where there was any."""
-    dout, bad_dout = finite_rows(dout)
-    delta, bad_delta = finite_rows(delta[..., None])
-    bad = bad_dout + bad_delta + jnp.where(jnp.isnan(lse), jnp.nan, 0.0)
-    return _Rows(dout, jnp.where(jnp.isnan(lse), 0.0, lse), delta[..., 0]), bad
-
-
 def _add_block(x: jax.Array, update: jax.Array, i: Any, size: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(x, _block(x, i, size) + update, i * size, 0)
+    old = lax.dynamic_slice_in_dim(x, i * size, size, 0)
+    return lax.dynamic_update_slice_in_dim(x, old + update, i * size, 0)
 
 
 def _add_bias(total: jax.Array, ds: jax.Array, tiling: _Tiling, i: Any, j: Any) -> jax.Array:
@@ -340,14 +341,12 @@ def _add_bias(total: jax.Array, ds: jax.Array, tiling: _Tiling, i: Any, j: Any) 
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part, at)
 
 
-def _backward_tile(
-    tiling: _Tiling, head: _Head, rows: _Rows, masked: bool, i: Any, j: Any, so_far: _Gradients
-) -> _Gradients:
+def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, so_far: _Gradients) -> _Gradients:
     """Five matmuls: the logits and dp again, then what the tile adds to dv, dk and dq."""
     spec = tiling.spec
-    query, key = _block(head.query, i, tiling.block_q), _block(head.key, j, tiling.block_k)
-    value, dout = _block(head.value, j, tiling.block_k), _block(rows.dout, i, tiling.block_q)
-    lse, delta = _block(rows.lse, i, tiling.block_q)[:, None], _block(rows.delta, i, tiling.block_q)[:, None]
+    query, key = _queries(tiling, head, "query", i), _keys(tiling, head, "key", j)
+    value, dout = _keys(tiling, head, "value", j), _queries(tiling, head, "dout", i)
+    lse, delta = (_queries(tiling, head, name, i)[:, None] for name in ("lse", "delta"))
     logits = _logits(tiling, head, query, key, i, j)
     seen = _seen(tiling, head, i, j) if masked else True
     p = jnp.exp((jnp.where(seen, logits, MASKED) if masked else logits) - lse)
@@ -364,29 +363,57 @@ def _backward_tile(
         return matmul(a.astype(b.dtype), b, contract, spec.precision)
 
     return _Gradients(
-        _add_block(so_far.query, times(ds, key, (1, 0)), i, tiling.block_q),
-        so_far.key + times(ds, query, (0, 0)),
+        _add_block(so_far.query, times(ds, _keys(tiling, head, "finite_key", j), (1, 0)), i, tiling.block_q),
+        so_far.key + times(ds, _queries(tiling, head, "finite_query", i), (0, 0)),
         so_far.value + times(kept, dout, (0, 0)),
         None if so_far.bias is None else _add_bias(so_far.bias, ds, tiling, i, j),
     )
 
 
-def _backward_head(tiling: _Tiling, head: _Head, rows: _Rows, schedule: Schedule) -> _Gradients:
+def _backward_head(tiling: _Tiling, head: _Head, schedule: Schedule) -> _Gradients:
     """All key blocks of a head, each owning its dk and dv; dq and dbias grow as they pass."""
+    dims, (columns, size) = tiling.dims, (tiling.columns, tiling.block_k)
 
     def column(carry: tuple[jax.Array, Any], j: jax.Array):
-        zeros = jnp.zeros((tiling.block_k, tiling.dims.D)), jnp.zeros((tiling.block_k, tiling.dims.Dv))
-        start = varying_like(_Gradients(carry[0], *zeros, carry[1]), (head, rows))
+        start = _Gradients(carry[0], jnp.zeros((size, dims.D)), jnp.zeros((size, dims.Dv)), carry[1])
+        step = partial(_backward_tile, tiling, head)
         done = _visit(
-            schedule, head, j, lambda masked, i, sums: _backward_tile(tiling, head, rows, masked, i, j, sums), start
+            schedule, head, j, lambda masked, i, sums: step(masked, i, j, sums), varying_like(start, head.arrays)
         )
         return (done.query, done.bias), (done.key, done.value)
 
-    dbias = None if head.bias is None else jnp.zeros(head.bias.shape, jnp.float32)
-    start = varying_like((jnp.zeros(head.query.shape, jnp.float32), dbias), (head, rows))
-    (dquery, dbias), (dkey, dvalue) = lax.scan(column, start, jnp.arange(tiling.columns))
+    bias = head.arrays.get("bias")
+    start = (
+        jnp.zeros((tiling.rows * tiling.block_q, dims.D)),
+        None if bias is None else jnp.zeros(bias.shape[2:]),
+    )
+    (dquery, dbias), (dkey, dvalue) = lax.scan(column, varying_like(start, head.arrays), jnp.arange(columns))
     scale = tiling.spec.scale
-    return _Gradients(dquery * scale, dkey.reshape(head.key.shape) * scale, dvalue.reshape(head.value.shape), dbias)
+    dkey_scale = 1.0 if tiling.scaled else scale  # the queries it multiplied may hold the scale already
+    return _Gradients(
+        dquery * scale,
+        dkey.reshape(columns * size, dims.D) * dkey_scale,
+        dvalue.reshape(columns * size, dims.Dv),
+        dbias,
+    )
+
+
+def _with_cotangents(arrays: dict[str, jax.Array], tiling: _Tiling, dout: Any, lse: Any, delta: Any):
+    """The arrays of a backward: terms of each query row, and finite rows for the products that sum over rows.
+
+    A row whose terms are not finite is nan wherever it is seen, and nowhere else: its query is marked.
+    """
+    T = tiling.rows * tiling.block_q
+    dout, lse, delta = (_padded(x, 2, T) for x in (dout, lse, delta))
+    hidden_nan = jnp.where(jnp.isnan(lse), jnp.nan, 0.0)
+    return arrays | {
+        "query": nan_rows(arrays["query"], dout, delta[..., None], hidden_nan[..., None]),
+        "finite_query": finite(arrays["query"]),
+        "finite_key": finite(arrays["key"]),
+        "dout": finite(dout),
+        "lse": jnp.where(jnp.isnan(lse), 0.0, lse),
+        "delta": finite(delta),
+    }
 
 
 def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
@@ -394,23 +421,17 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     arrays, dims = _by_head(call, tiling), tiling.dims
     schedule = plan(call, tiling.block_q, tiling.block_k, "k")
     lse, delta = row_terms(residuals, cotangents)
-    T = tiling.rows * tiling.block_q
-    rows, marks = _finite_terms(cotangents["out"].swapaxes(1, 2), lse, delta)
-    rows = _Rows(*(_padded(x, 2, T) for x in rows))
-    arrays["query_marks"] += _padded(marks, 2, T)
+    arrays = _with_cotangents(arrays, tiling, cotangents["out"].swapaxes(1, 2), lse, delta)
 
     def one(total_bias: Any, number: jax.Array):
         head = _head(arrays, dims, number)
-        own = _Rows(*(x[head.b, head.h] for x in rows))
-        gradients = _backward_head(tiling, head, own, schedule)
+        gradients = _backward_head(tiling, head, schedule)
         if total_bias is not None:
-            at = tuple(i if n > 1 else 0 for i, n in zip((head.b, head.h), total_bias.shape, strict=False))
-            total_bias = total_bias.at[at].add(gradients.bias)
+            total_bias = total_bias.at[head.at("bias")].add(gradients.bias)
         return total_bias, gradients._replace(bias=None)
 
     dbias = jnp.zeros(arrays["bias"].shape, jnp.float32) if "bias" in call else None
-    dbias = varying_like(dbias, (arrays, rows))
-    dbiases, by_head = _in_lanes(one, dbias, dims.B * dims.H, config.lanes)
+    dbiases, by_head = _in_lanes(one, varying_like(dbias, arrays), dims.B * dims.H, config.lanes)
 
     def joined(x: jax.Array, heads: int, length: int, like: jax.Array) -> jax.Array:
         """(B * H, padded length, dim) to the layout of `like`, query heads of one key head summed."""
