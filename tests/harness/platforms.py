@@ -46,8 +46,10 @@ class Platform:
 # one line each; a platform that refuses a case is checked to say why
 PLATFORMS = (
     Platform("xla", tiles=True),
+    Platform("triton", interpreted=True),
     Platform("xla", "gpu", tiles=True, precision="highest"),
     Platform("triton", "gpu"),
     Platform("pallas", "gpu"),
     Platform("cudnn", "gpu"),
+    Platform("triton", "gpu", precision="highest"),
 )

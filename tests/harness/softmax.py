@@ -377,7 +377,8 @@ COMBINATIONS = (
          mask=partial(_segments, padding=9), options={**CAUSAL, **DROPOUT, "logits_soft_cap": 4.0}),
     Case("everything-masked", T=70, mask=_everything, options={**CAUSAL, "sliding_window": 40}),
     Case("everything-bfloat16", T=70, S=90, H=4, Hkv=2, D=40, Dv=24, dtype="bfloat16", bias="BHTS", sinks="H",
-         mask=partial(_cross, padding=9), options={"sliding_window": (30, 10), "logits_soft_cap": 4.0, "softmax_scale": 0.2}),
+         mask=partial(_cross, padding=9),
+         options={"sliding_window": (30, 10), "logits_soft_cap": 4.0, "softmax_scale": 0.2}),
     Case("packed-everything", B=1, T=100, H=4, Hkv=2, bias="HT1", sinks="H", cum_q=(0, 40, 70),
          options={**CAUSAL, **DROPOUT, "sliding_window": 12}),
 )  # fmt: skip

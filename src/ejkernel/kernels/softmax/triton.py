@@ -152,9 +152,11 @@ class _Launch:
             **dict(zip(("s_bias_b", "s_bias_h", "s_bias_t", "s_bias_s"), _strides(bias, 4), strict=True)),
             **dict(zip(("s_mask_b", "s_mask_h", "s_mask_t", "s_mask_s"), _strides(mask, 4), strict=True)),
             **dict(zip(("s_pattern_b", "s_pattern_h", "s_pattern"), _strides(pattern, 4)[:3], strict=True)),
-            "s_sinks_b": dims.H if "sinks" in call and call["sinks"].shape[0] > 1 else 0,
-            "s_seg_b": int("q_segments" in call and call["q_segments"].shape[0] > 1),
-            "s_pos_b": int("q_positions" in call and call["q_positions"].shape[0] > 1),
+            "s_sinks_b": _strides(call.get("sinks"), 2)[0],
+            "s_q_seg": _strides(call.get("q_segments"), 2)[0],
+            "s_k_seg": _strides(call.get("kv_segments"), 2)[0],
+            "s_q_pos": _strides(call.get("q_positions"), 2)[0],
+            "s_k_pos": _strides(call.get("kv_positions"), 2)[0],
             **strides,
         }
         capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"

@@ -124,8 +124,10 @@ def dq_kernel(
     s_bias_h,
     s_bias_t,
     s_bias_s,
-    s_seg_b,
-    s_pos_b,
+    s_q_seg,
+    s_k_seg,
+    s_q_pos,
+    s_k_pos,
     s_mask_b,
     s_mask_h,
     s_mask_t,
@@ -178,8 +180,8 @@ def dq_kernel(
     p_k += (i_b.to(tl.int64) * S * Hk + i_hk) * D
     p_v += (i_b.to(tl.int64) * S * Hk + i_hk) * DV
     p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos = head_pointers(
-        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_bias_b, s_bias_h, s_mask_b,
-        s_mask_h, s_pattern_b, s_pattern_h, s_seg_b, s_pos_b,
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
+        s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
     )  # fmt: skip
     p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, s_index, LISTS)
     n_unmasked, n_all = block_counts(p_row, LISTS)
@@ -255,8 +257,10 @@ def dkv_kernel(
     s_bias_h,
     s_bias_t,
     s_bias_s,
-    s_seg_b,
-    s_pos_b,
+    s_q_seg,
+    s_k_seg,
+    s_q_pos,
+    s_k_pos,
     s_mask_b,
     s_mask_h,
     s_mask_t,
@@ -321,8 +325,8 @@ def dkv_kernel(
         p_doh = p_dout + (i_b.to(tl.int64) * T * H + i_h) * DV
         p_rowh = i_bh.to(tl.int64) * T
         p_bias_h, p_mask_h, p_pattern_h, p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h = head_pointers(
-            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_bias_b, s_bias_h, s_mask_b,
-            s_mask_h, s_pattern_b, s_pattern_h, s_seg_b, s_pos_b,
+            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
+            s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
         )  # fmt: skip
         p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, s_index, LISTS)
         n_unmasked, n_all = block_counts(p_row, LISTS)
@@ -389,8 +393,10 @@ def dbias_kernel(
     s_bias_h,
     s_bias_t,
     s_bias_s,
-    s_seg_b,
-    s_pos_b,
+    s_q_seg,
+    s_k_seg,
+    s_q_pos,
+    s_k_pos,
     s_mask_b,
     s_mask_h,
     s_mask_t,
@@ -448,8 +454,8 @@ def dbias_kernel(
         b_k = load_rows(p_k + (i_b.to(tl.int64) * S * Hk + i_h // G) * D, i_k, S, Hk * D, BK, D, BD, True)
         b_v = load_rows(p_v + (i_b.to(tl.int64) * S * Hk + i_h // G) * DV, i_k, S, Hk * DV, BK, DV, BDV, True)
         p_bias_h, p_mask_h, p_pattern_h, p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h = head_pointers(
-            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_bias_b, s_bias_h, s_mask_b,
-            s_mask_h, s_pattern_b, s_pattern_h, s_seg_b, s_pos_b,
+            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
+            s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
         )  # fmt: skip
         seed = tl.load(p_seeds + i_b * H + i_h) if DROPOUT else tl.full([], 0, tl.uint32)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)

@@ -57,8 +57,10 @@ def forward_kernel(
     s_bias_t,
     s_bias_s,
     s_sinks_b,
-    s_seg_b,
-    s_pos_b,
+    s_q_seg,
+    s_k_seg,
+    s_q_pos,
+    s_k_pos,
     s_mask_b,
     s_mask_h,
     s_mask_t,
@@ -116,8 +118,8 @@ def forward_kernel(
     p_v += (i_b.to(tl.int64) * S * Hk + i_hk) * DV
     p_out += (i_b.to(tl.int64) * T * H + i_h) * DV
     p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos = head_pointers(
-        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_bias_b, s_bias_h, s_mask_b,
-        s_mask_h, s_pattern_b, s_pattern_h, s_seg_b, s_pos_b,
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
+        s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
     )  # fmt: skip
     p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, s_index, LISTS)
     n_unmasked, n_all = block_counts(p_row, LISTS)

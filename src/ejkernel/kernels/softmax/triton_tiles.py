@@ -17,16 +17,16 @@ def head_pointers(
     p_k_pos,
     i_b,
     i_h,
-    T,
-    S,
     s_bias_b,
     s_bias_h,
     s_mask_b,
     s_mask_h,
     s_pattern_b,
     s_pattern_h,
-    s_seg_b,
-    s_pos_b,
+    s_q_seg,
+    s_k_seg,
+    s_q_pos,
+    s_k_pos,
 ):
     """The options of one (batch, head); a stride of 0 broadcasts."""
     i_b, i_h = i_b.to(tl.int64), i_h.to(tl.int64)
@@ -34,10 +34,10 @@ def head_pointers(
         p_bias + i_b * s_bias_b + i_h * s_bias_h,
         p_mask + i_b * s_mask_b + i_h * s_mask_h,
         p_pattern + i_b * s_pattern_b + i_h * s_pattern_h,
-        p_q_seg + i_b * s_seg_b * T,
-        p_k_seg + i_b * s_seg_b * S,
-        p_q_pos + i_b * s_pos_b * T,
-        p_k_pos + i_b * s_pos_b * S,
+        p_q_seg + i_b * s_q_seg,
+        p_k_seg + i_b * s_k_seg,
+        p_q_pos + i_b * s_q_pos,
+        p_k_pos + i_b * s_k_pos,
     )
 
 
