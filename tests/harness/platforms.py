@@ -48,7 +48,6 @@ PLATFORMS = (
     Platform("xla", tiles=True),
     Platform("triton", interpreted=True),
     Platform("xla", "gpu", tiles=True, precision="highest"),
-    Platform("triton", "gpu"),
     Platform("pallas", "gpu"),
     Platform("cudnn", "gpu"),
     Platform("triton", "gpu", precision="highest"),

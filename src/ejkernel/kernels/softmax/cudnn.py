@@ -50,24 +50,24 @@ def search_space(call: Call) -> list[Config]:
     return []
 
 
-def _window(spec: Spec) -> int | None:
-    """cuDNN counts the query's own position in the window."""
-    return None if spec.band.lo is None else 1 - spec.band.lo
+def _options(spec: Spec) -> dict[str, Any]:
+    """What forward and backward say alike; cuDNN counts the query's own position in the window."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    return {
+        "scale": spec.scale,
+        "mask_type": fused.MaskType.CAUSAL if spec.band.hi == 0 else fused.MaskType.NO_MASK,
+        "sliding_window_length": None if spec.band.lo is None else 1 - spec.band.lo,
+    }
 
 
 def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    spec: Spec = call.spec
-    out, lse = jax.nn.dot_product_attention(
-        call["query"],
-        call["key"],
-        call["value"],
-        scale=spec.scale,
-        is_causal=spec.band.hi == 0,
-        local_window_size=None if spec.band.lo is None else (-spec.band.lo, 0),
-        return_residual=True,
-        implementation="cudnn",
-    )
-    outputs = {"out": out, "lse": lse.swapaxes(1, 2)}
+    # jax.nn.dot_product_attention calls this too, but rounds the lse it returns to the inputs' dtype (0.10 and 0.11)
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    qkv = call["query"], call["key"], call["value"]
+    results: Any = fused.dot_product_attention(*qkv, **_options(call.spec), return_residual=True)
+    outputs: dict[str, jax.Array] = {"out": results[0], "lse": results[1]}
     return outputs, outputs
 
 
@@ -75,9 +75,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     # JAX has no public call for the backward alone (0.10 and 0.11); through jax.vjp the forward would run twice
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    spec: Spec = call.spec
     none = jnp.zeros(0, call["query"].dtype)
-    causal = fused.MaskType.CAUSAL if spec.band.hi == 0 else fused.MaskType.NO_MASK
     gradients = fused._dot_product_attention_bwd_p_wrapper.bind(
         call["query"],
         call["key"],
@@ -86,12 +84,10 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         residuals["lse"],
         residuals["out"],
         cotangents["out"],
-        scale=spec.scale,
+        **_options(call.spec),
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=causal,
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=_window(spec),
     )
     return dict(zip(("query", "key", "value"), gradients, strict=True))

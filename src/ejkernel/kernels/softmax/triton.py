@@ -65,7 +65,12 @@ _HOPPER = {
     128: (((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 1)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
     256: (((128, 32, 8, 3), (128, 32, 8, 1), (64, 64, 8, 2)), ((128, 64, 8, 2), (128, 32, 8, 1), (64, 64, 8, 2))),
 }
-# sm_80 has 163 KB of shared memory for a program, sm_86 and sm_89 have 99: one table that fits the smaller
+# tiles of 32 keys do not compile for sm_100 (Triton 3.6)
+_BLACKWELL = {
+    **{64: (((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2)),) * 2, 128: _HOPPER[128]},
+    256: (((128, 64, 8, 2), (64, 64, 4, 1), (64, 64, 8, 1)),) * 2,
+}
+# elsewhere: sm_80 has 163 KB of shared memory for a program, sm_86 and sm_89 have 99: one table that fits the smaller
 _AMPERE = {
     64: (((128, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)),) * 2,
     128: (((128, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1)),) * 2,
@@ -81,8 +86,8 @@ _FLOAT32 = {
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
     width = max(64, _power_of_two(max(dims.D, dims.Dv)))
-    big_memory = call.target.capability in (90, 100) or call.target.backend != "gpu"
-    table = _FLOAT32 if call["query"].dtype == jnp.float32 else _HOPPER if big_memory else _AMPERE
+    tables = {0: _HOPPER, 90: _HOPPER, 100: _BLACKWELL}  # 0: in the interpreter
+    table = _FLOAT32 if call["query"].dtype == jnp.float32 else tables.get(call.target.capability, _AMPERE)
     return Config(*(Tile(*tile) for tile in table[width][0 if _hides_anything(call) else 1]))
 
 
