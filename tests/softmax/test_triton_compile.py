@@ -9,7 +9,7 @@ from ejkernel.kernels.softmax import triton
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
 
-SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}
+SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448}
 
 
 def reports(target: str, D: int, **options):
@@ -35,3 +35,10 @@ def test_fits(target, D):
 def test_the_fast_forward_does_not_spill(D):
     fast = [r for r in reports("sm_90", D) if r.kernel == "forward_kernel"]
     assert fast and all(r.spill_bytes == 0 for r in fast), fast
+
+
+def test_newer_chips_are_refused_with_the_reason():
+    q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    found = []
+    jax.eval_shape(lambda q: found.append(canonicalise(q, q, q).on(Target("gpu", "nvidia_b200", "sm_100"))), q)
+    assert "fails to compile" in " ".join(triton.unsupported(found[0]))
