@@ -10,6 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from ejkernel.ops.checks import check_rows
+
 ArrayInput = ArrayLike | Sequence[Any]
 INT32_MIN, INT32_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
@@ -77,6 +79,8 @@ def lengths_array(name: str, x: ArrayInput, maximum: int) -> jax.Array:
     values = concrete(x)
     if values is not None and values.size and (values.min() < 0 or values.max() > maximum):
         raise ValueError(f"{name} must lie in [0, {maximum}], got values in [{values.min()}, {values.max()}]")
+    if values is None:
+        check_rows(lengths, (lengths < 0) | (lengths > maximum), f"{name} must lie in [0, {maximum}]")
     return lengths.reshape(-1)
 
 
@@ -87,6 +91,8 @@ def cu_seqlens_array(name: str, x: ArrayInput, maximum: int) -> jax.Array:
         raise ValueError(f"{name} must have shape (N+1,) with N >= 1, got {cu.shape}")
     values = concrete(x)
     if values is None:
+        bad = (cu < 0) | (cu > maximum) | (jnp.diff(cu, prepend=0) < 0) | ((jnp.arange(len(cu)) == 0) & (cu != 0))
+        check_rows(cu, bad, f"{name} must start at 0, never decrease and end by {maximum}")
         return cu
     if values[0] != 0 or (np.diff(values) < 0).any():
         raise ValueError(f"{name} must start at 0 and never decrease, got {values.tolist()!s:.120}")
