@@ -29,7 +29,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/installed-test
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # compiling keeps one core busy, so workers pay
 pytest: $(VENV)/installed-test
