@@ -153,8 +153,6 @@ _LENGTHS = {
     "kv_segments": ".S",
     "q_positions": ".T",
     "kv_positions": ".S",
-    "query_marks": "..T",
-    "key_marks": "..S",
 }
 
 
