@@ -40,6 +40,10 @@ def with_gradients(function: Function) -> Function:
     return jax.grad(lambda q, k, v: jnp.square(function(q, k, v)).sum(), argnums=(0, 1, 2))
 
 
+# the idle threads of the one before spin for a while and would slow the next
+REST_SECONDS = 0.3
+
+
 def medians(runs: dict[str, Callable[[], Any]], repeats: int, tick: Callable[[], None]) -> dict[str, float]:
     """Median milliseconds of each, run in turns after one call to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -47,6 +51,7 @@ def medians(runs: dict[str, Callable[[], Any]], repeats: int, tick: Callable[[],
         run()
     for _ in range(repeats):
         for name, run in runs.items():
+            time.sleep(REST_SECONDS)
             start = time.perf_counter()
             run()
             times[name].append((time.perf_counter() - start) * 1e3)

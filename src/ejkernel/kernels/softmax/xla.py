@@ -62,7 +62,7 @@ def default_config(call: Call) -> Config:
     dims = dimensions(call)
     sparse = any(name in call for name in ("q_segments", "q_positions", "mask", "pattern"))
     # large tiles are faster, small ones waste less where a row sees few keys
-    block = 128 if _reach(call) < 1024 <= dims.S else 256 if sparse else 512
+    block = 128 if sparse or _reach(call) < 1024 <= dims.S else 512
     tiles = dims.B * dims.H * -(-dims.T // block) * -(-dims.S // block)
     lanes = min(os.cpu_count() or 1, _MOST_LANES) if call.target.backend == "cpu" and tiles >= 64 else 1
     return Config(block, block, lanes)
