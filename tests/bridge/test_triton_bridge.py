@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
 from ejkernel.bridge import TARGETS, collect_launches, compile_for, compile_launches, triton_call
-
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -105,21 +105,24 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 _NEEDS = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("gpu", "tpu"), "xla": ("cpu", "gpu", "tpu")}
+# the backend whose kernels an interpreter runs on the CPU
+_INTERPRETED = {"triton": "gpu", "pallas": "tpu"}
 _PACKAGES = {"triton": ("triton", "cuda")}
 
 
 def _emulated_backend(platform: str, target: Target) -> str:
     """The backend whose kernels a platform would run: an interpreter stands in for the absent one."""
     if interpreting() and target.backend == "cpu":
-        return {"triton": "gpu", "pallas": "tpu"}.get(platform, "cpu")
+        return _INTERPRETED.get(platform, "cpu")
     return target.backend
 
 
-def _hardware_refusals(platform: str, backend: str) -> list[str]:
+def _hardware_refusals(operation: Operation, platform: str, backend: str) -> list[str]:
     needs = _NEEDS[platform]
     if backend not in needs:
         wanted = " or ".join({"gpu": "an NVIDIA GPU", "tpu": "a TPU", "cpu": "a CPU"}[b] for b in needs)
-        hint = "" if platform == "cudnn" else "; `ejkernel.ops.interpret()` runs it in an interpreter"
+        interpretable = platform in _INTERPRETED and operation.path(platform, _INTERPRETED[platform]) is not None
+        hint = "; `ejkernel.ops.interpret()` runs it in an interpreter" if interpretable else ""
         return [f"needs {wanted}, this call is for {backend}{hint}"]
     if platform in _PACKAGES:
         package, extra = _PACKAGES[platform]
@@ -131,7 +134,7 @@ def _hardware_refusals(platform: str, backend: str) -> list[str]:
 def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None) -> list[str]:
     """Every reason why a platform cannot do a call; empty when it can."""
     backend = _emulated_backend(platform, call.target)
-    if reasons := _hardware_refusals(platform, backend):
+    if reasons := _hardware_refusals(operation, platform, backend):
         return reasons
     if operation.path(platform, backend) is None:
         return [f"{operation.name} has no {platform} implementation for {backend}"]

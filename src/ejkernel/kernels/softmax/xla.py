@@ -36,7 +36,7 @@ class Config:
     Attributes:
         block_q: queries per tile.
         block_k: keys per tile.
-        lanes: XLA on a CPU runs one loop's steps in sequence but several loops side by side, one per core.
+        lanes: independent loops the work is dealt out to; XLA on a CPU is free to run them side by side.
     """
 
     block_q: int = 512
