@@ -134,10 +134,16 @@ def refusals(case: Case, platform: Platform) -> list[str]:
         return explain(flash_attention, **case.arrays(), **options).refusals.get(platform.name, [])
 
 
-def check_case(case: Case, platform: Platform, *, optimised: bool = False) -> None:
-    """Forward, lse and every gradient against the reference; a platform that refuses a case must say why."""
+def runs(case: Case, platform: Platform) -> bool:
+    """Whether the platform takes the case; one that refuses is checked to say why."""
     if reasons := refusals(case, platform):
         check_refusal(case, platform, reasons)
+    return not reasons
+
+
+def check_case(case: Case, platform: Platform, *, optimised: bool = False) -> None:
+    """Forward, lse and every gradient against the reference; a platform that refuses a case must say why."""
+    if not runs(case, platform):
         return
     check(
         partial(call_case, case, platform),
@@ -372,6 +378,25 @@ UNNORMALISED = (
     Case("unnormalised-bfloat16-gqa", H=4, Hkv=2, dtype="bfloat16", options={**UNDIVIDED, **CAUSAL}),
     Case("unnormalised-segments-no-lse", T=70, mask=partial(_segments, padding=9), lse=False, options=UNDIVIDED),
 )
+# several tiles in both directions and head dims of the Hopper kernels, which refuse most of the small cases above
+_wide = partial(Case, B=1, T=300, D=128, dtype="bfloat16", tiles=(128, 64))
+WIDE = (
+    _wide("wide-D64", B=2, T=256, D=64),
+    _wide("wide-D64-gqa-causal", H=4, Hkv=2, D=64, options=CAUSAL),
+    _wide("wide-D64-chunks-sinks", D=64, sinks="H", mask=partial(_chunks, size=100)),
+    _wide("wide-D64-positions", D=64, mask=_segment_positions, options=CAUSAL),
+    _wide("wide-D96-float16", D=96, T=200, dtype="float16"),
+    _wide("wide-D96-lengths-window", B=2, D=96, mask=partial(_lengths, q=(300, 111)), options={"sliding_window": 50}),
+    _wide("wide-D128-segments-gqa-causal", H=4, Hkv=2, mask=partial(_segments, padding=40), options=CAUSAL),
+    _wide("wide-D128-window-soft-cap", options={**CAUSAL, "sliding_window": 60, "logits_soft_cap": 4.0}),
+    _wide("wide-D128-one-query", B=2, T=1, S=300, H=4, Hkv=2, options=CAUSAL),
+    _wide("wide-D128-bias-dropout", T=200, bias="1HTS", options={**CAUSAL, **DROPOUT}),
+    _wide("wide-D192-causal-T<S", T=130, S=270, D=192, options=CAUSAL),
+    _wide("wide-D192-float16-sinks", T=200, D=192, dtype="float16", sinks="H", options={"sliding_window": (90, 10)}),
+    _wide("wide-D256-gqa-causal", T=200, D=256, H=4, Hkv=2, options=CAUSAL),
+    _wide("wide-D256-segments-soft-cap", T=200, D=256, mask=partial(_segments, padding=30),
+          options={"logits_soft_cap": 4.0}),
+)  # fmt: skip
 COMBINATIONS = (
     Case("segments-bias-sinks-soft-cap-dropout", T=70, H=4, Hkv=2, bias="1HTS", sinks="H2",
          mask=partial(_segments, padding=9), options={**CAUSAL, **DROPOUT, "logits_soft_cap": 4.0}),
@@ -385,5 +410,5 @@ COMBINATIONS = (
 
 CASES = (
     *LENGTHS, *SIZES, *DTYPES, *BANDS, *SEGMENTS, *POSITIONS, *GRIDS, *BIASES, *SINKS, *LOGITS, *DROPOUTS, *PACKED,
-    *UNNORMALISED, *COMBINATIONS,
+    *UNNORMALISED, *WIDE, *COMBINATIONS,
 )  # fmt: skip
