@@ -182,6 +182,34 @@ def test_measured_times_order_the_platforms(users):
     assert "fastest measured" in told.reason and "cudnn 1 us, xla 10 us" in told.reason
 
 
+def compared(length, xla_time, cudnn_time, operation="flash_attention"):
+    x = jnp.ones((1, length, 2, 16))
+    where = operation, bucket(canonicalise(x, x, x))
+    return TunedConfigs().add(*where, "xla", None, xla_time).add(*where, "cudnn", None, cudnn_time)
+
+
+def test_the_nearest_measured_shape_orders_the_platforms(users, shipped):
+    """Not measured at 32: the order comes from the nearest length, wherever it was measured."""
+    compared(256, 3.0, 1.0).save(users)
+    assert "cudnn 1 us, xla 3 us" in explain(flash_attention, Q, Q, Q).reason
+    compared(64, 1.0, 2.0).save(shipped)
+    told = explain(flash_attention, Q, Q, Q)
+    near = BUCKET.replace("T32-S32", "T64-S64")
+    assert told.reason == f"fastest measured at {near}, the nearest to {BUCKET}: xla 1 us, cudnn 2 us"
+    compared(32, 4.0, 5.0).save(shipped)
+    assert explain(flash_attention, Q, Q, Q).reason == f"fastest measured for {BUCKET}: xla 4 us, cudnn 5 us"
+
+
+def test_a_time_says_nothing_about_configs(users):
+    compared(32, 1.0, 2.0).save(users)
+    assert chosen() == (DEFAULT, "default")
+
+
+def test_a_platform_of_another_version_is_passed_over(users):
+    (compared(32, 3.0, 2.0) | TunedConfigs().add("flash_attention", BUCKET, "abacus", None, 1.0)).save(users)
+    assert explain(flash_attention, Q, Q, Q).platform == "xla"
+
+
 def test_a_damaged_users_file_warns_and_defaults_serve(users):
     users.parent.mkdir(parents=True)
     users.write_text("{")

@@ -48,6 +48,55 @@ def test_merging_keeps_both_and_the_right_one_wins():
     assert ONE.find("flash_attention", "T64", "xla") == {"block_q": 8}  # untouched
 
 
+def test_a_time_alone_leaves_the_config_that_was_there():
+    timed = TunedConfigs().add("flash_attention", "T64", "xla", None, 100.0)
+    assert (ONE | timed).find("flash_attention", "T64", "xla") == {"block_q": 8}
+    assert (ONE | timed).times("flash_attention", "T64") == {"xla": 100.0}
+    assert (timed | ONE) == ONE and timed.find("flash_attention", "T64", "xla") is None
+
+
+def test_a_time_alone_is_saved(path):
+    timed = TunedConfigs().add("flash_attention", "T64", "xla", None, 100.0)
+    timed.save(path)
+    assert TunedConfigs.load(path) == timed
+
+
+def compared(*buckets):
+    """Buckets for which two platforms were measured."""
+    tuned = TunedConfigs()
+    for bucket in buckets:
+        tuned = tuned.add("op", bucket, "xla", None, 2.0).add("op", bucket, "triton", None, 1.0)
+    return tuned
+
+
+@pytest.mark.parametrize(
+    ("bucket", "nearest"),
+    {
+        "B2-T8192-H16-D64-bfloat16-causal": (0, "B2-T8192-H16-D64-bfloat16-causal"),
+        "B4-T8192-H8-D64-bfloat16-causal": (2, "B2-T8192-H16-D64-bfloat16-causal"),
+        "B8-T1024-H16-D64-bfloat16-causal": (1, "B8-T2048-H16-D64-bfloat16-causal"),
+        "B8-T128-H16-D64-bfloat16-causal": (4, "B8-T2048-H16-D64-bfloat16-causal"),
+        "B8-T64-H16-D64-bfloat16-causal": None,  # more than 16 times shorter
+        "B2-T8192-H16-D128-bfloat16-causal": None,
+        "B2-T8192-H16-D64-float16-causal": None,
+        "B2-T8192-H16-D64-bfloat16-full": None,
+        "B2-T8192-H16-D64-bfloat16-causal-bias": None,
+        "B2-T8192-D64-bfloat16-causal": None,
+        "bfloat16/chunk32/width64": None,
+    }.items(),
+    ids=str,
+)
+def test_nearest(bucket, nearest):
+    tuned = compared("B8-T2048-H16-D64-bfloat16-causal", "B2-T8192-H16-D64-bfloat16-causal")
+    assert tuned.nearest("op", bucket) == nearest
+    assert tuned.nearest("other", bucket) is None
+
+
+def test_one_platform_is_no_comparison():
+    tuned = compared("B8-D64").add("op", "B1-D64", "xla", None, 1.0)
+    assert tuned.nearest("op", "B1-D64") == (3, "B8-D64")
+
+
 def test_saving_merges_with_what_is_there(path):
     ONE.save(path)
     TWO.save(path)

@@ -2,15 +2,25 @@
 
 import json
 import os
+import re
 import warnings
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
 
 # operation -> bucket -> platform -> {"config": {...}, "microseconds": float}
+# config: None where the default one was measured
+# microseconds: of a forward, plus of a forward and a backward where there is one, since whoever chooses a platform
+# cannot know which of them a call is for
 Entries = dict[str, dict[str, dict[str, dict[str, Any]]]]
+
+# per size: how platforms compare further away than that is not known
+MAX_DOUBLINGS = 4
+# a kernel for another head dim is another kernel
+EXACT_SIZES = ("D", "V")
 
 
 @dataclass(frozen=True)
@@ -69,11 +79,15 @@ class TunedConfigs:
         for source in (self.entries, other.entries):
             for operation, buckets in source.items():
                 for bucket, platforms in buckets.items():
-                    merged.setdefault(operation, {}).setdefault(bucket, {}).update(platforms)
+                    entries = merged.setdefault(operation, {}).setdefault(bucket, {})
+                    for platform, entry in platforms.items():
+                        if entry["config"] is None:  # a time alone leaves the config that was there
+                            entry = {**entry, "config": entries.get(platform, entry)["config"]}
+                        entries[platform] = entry
         return TunedConfigs(merged)
 
     def add(
-        self, operation: str, bucket: str, platform: str, config: dict[str, Any], microseconds: float
+        self, operation: str, bucket: str, platform: str, config: dict[str, Any] | None, microseconds: float
     ) -> "TunedConfigs":
         entry = {"config": config, "microseconds": microseconds}
         return self | TunedConfigs({operation: {bucket: {platform: entry}}})
@@ -88,6 +102,36 @@ class TunedConfigs:
         platforms = self.entries.get(operation, {}).get(bucket, {})
         return {platform: entry["microseconds"] for platform, entry in platforms.items()}
 
+    def nearest(self, operation: str, bucket: str) -> tuple[int, str] | None:
+        """The nearest bucket for which at least two platforms were measured, after the doublings to it."""
+        compared = [name for name, platforms in self.entries.get(operation, {}).items() if len(platforms) > 1]
+        near = [(apart, name) for name in compared if (apart := doublings(bucket, name)) is not None]
+        return min(near, default=None)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(bucket: str) -> tuple[dict[str, int], list[str]]:
+    """Sizes by letter, and every other word."""
+    words = bucket.split("-")
+    sizes = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[A-Z]\d+", word)}
+    return sizes, [word for word in words if not re.fullmatch(r"[A-Z]\d+", word)]
+
+
+def doublings(bucket: str, other: str) -> int | None:
+    """How many doublings lie between the sizes of two buckets; None where one says nothing about the other.
+
+    >>> doublings("B2-T8192-D64-bfloat16-causal", "B1-T2048-D64-bfloat16-causal")
+    3
+    >>> doublings("B2-T8192-D64-bfloat16-causal", "B2-T8192-D64-bfloat16-full")
+    """
+    (sizes, words), (other_sizes, other_words) = _parsed(bucket), _parsed(other)
+    if words != other_words or sizes.keys() != other_sizes.keys():
+        return None
+    apart = {letter: abs(sizes[letter].bit_length() - other_sizes[letter].bit_length()) for letter in sizes}
+    if any(apart.get(letter) for letter in EXACT_SIZES) or max(apart.values(), default=0) > MAX_DOUBLINGS:
+        return None
+    return sum(apart.values())
+
 
 def _checked(document: Any) -> Entries:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -96,7 +140,7 @@ def _checked(document: Any) -> Entries:
     entries = document.get("entries")
     well_formed = isinstance(entries, dict) and all(
         isinstance(entry, dict)
-        and isinstance(entry.get("config"), dict)
+        and isinstance(entry.get("config", ""), dict | None)
         and isinstance(entry.get("microseconds"), int | float)
         for buckets in entries.values()
         if isinstance(buckets, dict) or _malformed()

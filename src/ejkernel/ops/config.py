@@ -59,13 +59,15 @@ def tuned_sources(target: Target) -> list[tuple[str, TunedConfigs]]:
     ]
 
 
-def measured_times(operation: Operation, call: Call) -> dict[str, float]:
-    """Microseconds by platform for the call's bucket, from the most specific source that has any."""
+def measured_times(operation: Operation, call: Call) -> tuple[str, dict[str, float]]:
+    """Microseconds by platform where several were compared, and the bucket that was: the nearest to the call's."""
     bucket = operation.bucket(call)
-    for _, tuned in tuned_sources(call.target):
-        if times := tuned.times(operation.name, bucket):
-            return times
-    return {}
+    sources = [tuned for _, tuned in tuned_sources(call.target)]
+    found = [(near, tuned) for tuned in sources if (near := tuned.nearest(operation.name, bucket)) is not None]
+    if not found:
+        return bucket, {}
+    (_, near), tuned = min(found, key=lambda one: one[0][0])  # of those equally near, the most specific source
+    return near, tuned.times(operation.name, near)
 
 
 def build_config(implementation: Any, cfg: Any, platform: str) -> Any:

@@ -148,11 +148,14 @@ def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None) -
 def _candidates(operation: Operation, call: Call) -> tuple[list[str], str]:
     """Platforms in the order auto tries them, and where the order came from."""
     order = list(operation.preference.get(call.target.backend, ("xla",)))
-    times = configs.measured_times(operation, call)
-    if len(times) > 1:
-        order = sorted(times, key=lambda p: times[p]) + [p for p in order if p not in times]
-        shown = ", ".join(f"{p} {times[p]:.0f} us" for p in order if p in times)
-        return order, f"fastest measured for {operation.bucket(call)}: {shown}"
+    bucket, times = configs.measured_times(operation, call)
+    if times:
+        fastest = sorted((p for p in times if p in PLATFORMS), key=lambda p: times[p])
+        order = fastest + [p for p in order if p not in times]
+        shown = ", ".join(f"{p} {times[p]:.0f} us" for p in fastest)
+        here = operation.bucket(call)
+        where = f"for {here}" if bucket == here else f"at {bucket}, the nearest to {here}"
+        return order, f"fastest measured {where}: {shown}"
     return order, f"first of {', '.join(order)} that can"
 
 
