@@ -2,8 +2,24 @@
 
 from ejkernel.modules.attention import attention
 from ejkernel.modules.blocksparse import blocksparse_attention
+from ejkernel.modules.decode import decode_attention, ragged_decode_attention
 from ejkernel.modules.flash import flash_attention
+from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
 from ejkernel.modules.mean_pooling import mean_pooling
+from ejkernel.modules.paged import page_attention, prefill_page_attention, ragged_page_attention
 from ejkernel.modules.sdpa import scaled_dot_product_attention
 
-__all__ = ["attention", "blocksparse_attention", "flash_attention", "mean_pooling", "scaled_dot_product_attention"]
+__all__ = [
+    "attention",
+    "blocksparse_attention",
+    "decode_attention",
+    "flash_attention",
+    "mean_pooling",
+    "page_attention",
+    "prefill_page_attention",
+    "ragged_decode_attention",
+    "ragged_page_attention",
+    "scaled_dot_product_attention",
+    "write_interleaved_kv_pages",
+    "write_kv_pages",
+]

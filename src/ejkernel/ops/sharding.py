@@ -12,7 +12,7 @@ from ejkernel.ops.operation import Arrays, Call, Operation
 Axes = tuple[str, ...]
 
 # dimensions that may be split without devices talking to each other
-_FREE = ("B", "H", "Hkv")
+_FREE = ("B", "N", "H", "Hkv")
 
 
 @dataclass(frozen=True)

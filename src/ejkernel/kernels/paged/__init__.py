@@ -1,0 +1,1 @@
+"""Ragged queries against pages of keys and values."""

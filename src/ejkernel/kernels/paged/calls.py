@@ -1,0 +1,148 @@
+"""From the arguments of each public function to the canonical call, and how its arrays lie on a mesh."""
+
+from typing import Any
+
+from ejkernel.kernels.common.options import whole
+from ejkernel.kernels.paged.spec import Layout, array, cache, canonicalise
+from ejkernel.ops import Call
+
+_PAGES = "(pages, page_size, key heads, head_dim)"
+_TABLE: Layout = {"context_lens": ("context_lens", (None, 0)), "block_tables": ("block_tables", (None, 0, 1))}
+
+
+def page_call(
+    query: Any, key_cache: Any, value_cache: Any, context_lens: Any, block_tables: Any, **options: Any
+) -> Call:
+    """Of `page_attention`: a batch of sequences with the same number of queries each."""
+    query = array("query", query, "(batch, heads, head_dim) or (batch, tokens, heads, head_dim)", 3, 4)
+    pages = _two_caches(key_cache, value_cache)
+    tokens = query.shape[1] if query.ndim == 4 else 1
+    flat = query.reshape(-1, *query.shape[-2:])
+    return canonicalise(flat, pages, context_lens, _needed("block_tables", block_tables), tokens=tokens, **options)
+
+
+def ragged_page_call(
+    queries: Any,
+    kv_pages: Any,
+    context_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    **options: Any,
+) -> Call:
+    """Of `ragged_page_attention`: packed queries, interleaved pages."""
+    queries = array("queries", queries, "(tokens, heads, head_dim)", 3)
+    pages = {"kv_pages": cache("kv_pages", kv_pages, "(pages, page_size, 2 * key heads, head_dim)", 4)}
+    return canonicalise(
+        queries,
+        pages,
+        context_lens,
+        _needed("block_tables", block_tables),
+        query_start_loc=_needed("query_start_loc", query_start_loc),
+        num_seqs=num_seqs,
+        **options,
+    )
+
+
+def prefill_call(
+    query: Any, key_cache: Any, value_cache: Any, context_len: Any, page_indices: Any, **options: Any
+) -> Call:
+    """Of `prefill_page_attention`: the newest tokens of one sequence."""
+    query = array("query", query, "(tokens, heads, head_dim)", 3)
+    pages = _two_caches(key_cache, value_cache)
+    lens, table = _one_row("context_len", context_len, 0), _one_row("page_indices", page_indices, 1)
+    return canonicalise(query, pages, lens, table, tokens=query.shape[0], **options)
+
+
+def decode_call(
+    query: Any, key_buffer: Any, value_buffer: Any, req_to_tokens: Any, seq_lens: Any, *, page_size: int, **options: Any
+) -> Call:
+    """Of `decode_attention`: a flat buffer of tokens, cut into pages."""
+    query = array("query", query, "(batch, heads, head_dim)", 3)
+    page_size = whole("page_size", page_size)
+    pages = {}
+    for name, x in (("key_pages", key_buffer), ("value_pages", value_buffer)):
+        given = name.replace("pages", "buffer")
+        x = cache(given, x, "(tokens, key heads, head_dim)", 3)
+        if x.shape[0] % page_size:
+            raise ValueError(f"{given} has {x.shape[0]} tokens, which pages of {page_size=} do not divide")
+        pages[name] = x.reshape(-1, page_size, *x.shape[1:])
+    return canonicalise(query, pages, seq_lens, _needed("req_to_tokens", req_to_tokens), tokens=1, **options)
+
+
+def ragged_decode_call(
+    query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any, softmax_aux: Any = None, **options: Any
+) -> Call:
+    """Of `ragged_decode_attention`: every sequence has a contiguous cache, which is its one page."""
+    query = array("query", query, "(batch, heads, head_dim) or (batch, 1, heads, head_dim)", 3, 4)
+    if query.ndim == 4 and query.shape[1] != 1:
+        raise ValueError(f"query {query.shape} must have one token per sequence: (batch, 1, heads, head_dim)")
+    layout = "(batch, length, key heads, head_dim)"
+    pages = {"key_pages": cache("key", key, layout, 4), "value_pages": cache("value", value, layout, 4)}
+    flat = query.reshape(-1, *query.shape[-2:])
+    return canonicalise(flat, pages, sequence_end, starts=sequence_start, tokens=1, softmax_aux=softmax_aux, **options)
+
+
+def _two_caches(key_cache: Any, value_cache: Any) -> dict[str, Any]:
+    return {
+        "key_pages": cache("key_cache", key_cache, _PAGES, 4),
+        "value_pages": cache("value_cache", value_cache, _PAGES, 4),
+    }
+
+
+def _needed(name: str, x: Any) -> Any:
+    if x is None:
+        raise TypeError(f"{name} is needed, got None")
+    return x
+
+
+def _one_row(name: str, x: Any, rank: int) -> Any:
+    import jax
+    import numpy as np
+
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if x.ndim != rank:
+        raise ValueError(f"{name} must have {rank} dimensions: there is one sequence; got shape {x.shape}")
+    return x[None]
+
+
+# Layouts: the caller's arrays in order, each with the canonical one and where its axes come from --------------
+
+
+def batch_layout(query: Any, names: tuple[str, str] = ("key_cache", "value_cache")) -> Layout:
+    """Of `page_attention`; the query's token axis, if it has one, is not split."""
+    rows = (None, 0, 1, 2) if query.ndim == 3 else (None, 0, 2, 3)
+    return {
+        "query": ("query", rows),
+        names[0]: ("key_pages", (None, 0, 1, 2, 3)),
+        names[1]: ("value_pages", (None, 0, 1, 2, 3)),
+        **_TABLE,
+        "out": ("out", rows),
+        "lse": ("lse", (None, 1, 0)),
+    }
+
+
+def ragged_decode_layout(query: Any) -> Layout:
+    """Of `ragged_decode_attention`."""
+    return batch_layout(query, ("key", "value"))
+
+
+RAGGED_LAYOUT: Layout = {
+    "queries": ("query", (None, 0, 1, 2)),
+    "kv_pages": ("kv_pages", (None, 0, 1, 2, 3)),
+    "out": ("out", (None, 0, 1, 2)),
+}
+PREFILL_LAYOUT: Layout = {
+    "query": ("query", (None, 0, 1, 2)),
+    "key_cache": ("key_pages", (None, 0, 1, 2, 3)),
+    "value_cache": ("value_pages", (None, 0, 1, 2, 3)),
+    "out": ("out", (None, 0, 1, 2)),
+    "lse": ("lse", (None, 0, 1)),
+}
+BUFFER_LAYOUT: Layout = {
+    "query": ("query", (None, 0, 1, 2)),
+    "key_buffer": ("key_pages", (None, 0, None, 1, 2)),
+    "value_buffer": ("value_pages", (None, 0, None, 1, 2)),
+    "out": ("out", (None, 0, 1, 2)),
+    "lse": ("lse", (None, 1, 0)),
+}

@@ -1,0 +1,104 @@
+"""The operations built on the paged family, and where their implementations live."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.paged.calls import decode_call, page_call, prefill_call, ragged_decode_call, ragged_page_call
+from ejkernel.kernels.paged.spec import (
+    ARRAYS,
+    BY_SEQUENCE,
+    CONTIGUOUS,
+    OUTPUTS,
+    OUTPUTS_BY_SEQUENCE,
+    dimensions,
+)
+from ejkernel.ops import Call, Operation
+
+IMPLEMENTATIONS = {
+    "xla": "ejkernel.kernels.paged.xla",
+}
+PREFERENCE = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")}
+
+
+def bucket(call: Call) -> str:
+    """The shape bucket of a call: sizes rounded up to powers of two, and what changes the work."""
+    dims, spec = dimensions(call), call.spec
+    sizes = {"T": dims.T, "N": dims.N, "S": dims.S, "L": dims.L, "H": dims.H, "K": dims.Hkv, "D": dims.D, "V": dims.Dv}
+    rounded = "-".join(f"{name}{1 << (size - 1).bit_length()}" for name, size in sizes.items())
+    cache = call["kv_pages" if "kv_pages" in call else "key_pages"].dtype.name
+    kind = "ragged" if spec.tokens is None else "even"
+    return "-".join([rounded, call["query"].dtype.name, cache, kind, *(["window"] if spec.window is not None else [])])
+
+
+def _structs(call_for: Any, *given: Any, **options: Any) -> Call:
+    """A canonical call on shapes alone; an option given as a function is made inside."""
+    found: list[Call] = []
+
+    def build(*arrays: jax.Array) -> None:
+        made = {name: option() if callable(option) else option for name, option in options.items()}
+        call = call_for(*arrays, **made)
+        structs: Any = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
+        found.append(Call(call.spec, structs))
+
+    jax.eval_shape(build, *given)
+    return found[0]
+
+
+def page_structs(
+    *, H: int = 8, Hkv: int = 2, D: int = 64, Dv: int | None = None, L: int = 16, dtype: str = "bfloat16",
+    cache: str | None = None, tokens: int = 1, **options: Any,
+) -> Call:  # fmt: skip
+    """A call of `page_attention` on shapes alone."""
+    struct = jax.ShapeDtypeStruct
+    query, pages = struct((4, tokens, H, D), dtype), [struct((32, L, Hkv, d), cache or dtype) for d in (D, Dv or D)]
+    return _structs(page_call, query, *pages, struct((4,), "int32"), struct((4, 8), "int32"), **options)
+
+
+def probes() -> dict[str, Call]:
+    """One small call per feature."""
+    struct = jax.ShapeDtypeStruct
+    lens, table = struct((4,), "int32"), struct((4, 8), "int32")
+    packed, pages = struct((40, 8, 64), "bfloat16"), struct((32, 16, 4, 64), "bfloat16")
+    halves, flat = [struct((32, 16, 2, 64), "bfloat16")] * 2, [struct((512, 2, 64), "bfloat16")] * 2
+    whole = [struct((4, 100, 2, 64), "bfloat16")] * 2
+    batch = struct((4, 8, 64), "bfloat16")
+    ones = partial(jnp.ones, 2)
+    return {
+        "decode": page_structs(),
+        "several tokens each": page_structs(tokens=4),
+        "mixed batch (`ragged_page_attention`)": _structs(
+            ragged_page_call, packed, pages, lens, table, struct((5,), "int32"), struct((), "int32")
+        ),
+        "one sequence's chunk (`prefill_page_attention`)": _structs(
+            prefill_call, packed, *halves, struct((), "int32"), struct((8,), "int32")
+        ),
+        "flat buffer (`decode_attention`)": _structs(decode_call, batch, *flat, table, lens, page_size=1),
+        "contiguous cache (`ragged_decode_attention`)": _structs(ragged_decode_call, batch, *whole, lens, lens),
+        "sliding window": page_structs(sliding_window=32),
+        "sinks": page_structs(softmax_aux=lambda: jnp.zeros(8)),
+        "soft cap": page_structs(logits_soft_cap=30.0),
+        "num_splits": page_structs(num_splits=4),
+        "float8_e4m3fn cache": page_structs(cache="float8_e4m3fn", k_scale=ones, v_scale=ones),
+        "float8_e5m2 cache": page_structs(cache="float8_e5m2", k_scale=ones, v_scale=ones),
+        "int8 cache": page_structs(cache="int8", k_scale=ones, v_scale=ones),
+        "page size 1": page_structs(L=1),
+        "page size 256": page_structs(L=256),
+        "MQA, 64 query heads": page_structs(H=64, Hkv=1),
+        "head_dim 256": page_structs(D=256),
+        "head_dim 40": page_structs(D=40),
+        "Dv != D": page_structs(Dv=32),
+        "float16": page_structs(dtype="float16"),
+        "float32": page_structs(dtype="float32"),
+    }
+
+
+_family = partial(Operation, implementations=IMPLEMENTATIONS, preference=PREFERENCE, bucket=bucket, probes=probes)
+
+PAGE_ATTENTION = _family(name="page_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE)
+RAGGED_PAGE_ATTENTION = _family(name="ragged_page_attention", arrays=ARRAYS, outputs=OUTPUTS)
+PREFILL_PAGE_ATTENTION = _family(name="prefill_page_attention", arrays=ARRAYS, outputs=OUTPUTS)
+DECODE_ATTENTION = _family(name="decode_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE)
+RAGGED_DECODE_ATTENTION = _family(name="ragged_decode_attention", arrays=CONTIGUOUS, outputs=OUTPUTS_BY_SEQUENCE)

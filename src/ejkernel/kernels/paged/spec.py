@@ -1,0 +1,452 @@
+"""The canonical call of paged attention: every check and every default is here.
+
+Every array has a leading axis `B`, which is 1 unless vmap folded something into it. Behind it:
+
+    query         (T, H, D)        the query tokens of all sequences, one sequence after the other
+    key_pages     (P, L, Hkv, D)   pages of L tokens; value_pages (P, L, Hkv, Dv)
+    kv_pages      (P, L, 2 Hkv, D) instead of both: row 2h holds keys, row 2h + 1 values
+    context_lens  (N,)             keys of each sequence, its own queries' included
+    block_tables  (N, W)           the pages of each sequence in order; absent: sequence n has page n alone
+    query_start   (N + 1,)         first query of each sequence; absent: every sequence has `spec.tokens`
+    num_seqs      ()               how many sequences count; absent: all
+    starts        (N,)             keys before it are hidden
+    sinks         (H,)             a logit without a value; k_scale, v_scale (Hkv,): cache value times scale
+
+Values of the integer arrays are as the caller gave them: implementations clamp what they read (`sequences` does it for
+those in jax.numpy, and `page_ids` for the table), for another pass over them would cost a launch of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.common.options import flag, number, soft_cap, whole
+from ejkernel.kernels.softmax.spec import FLOATS, sink_logits, window_band
+from ejkernel.ops import Call, Dims, Shards, checks
+
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+ARRAYS = {
+    "query": Dims("B T H D", broadcasts=False),
+    "key_pages": Dims("B P L Hkv D"),
+    "value_pages": Dims("B P L Hkv Dv"),
+    "kv_pages": Dims("B P L Hkv D"),
+    "context_lens": Dims("B N"),
+    "block_tables": Dims("B N W"),
+    "query_start": Dims("B M"),
+    "num_seqs": Dims("B"),
+    "starts": Dims("B N"),
+    "sinks": Dims("B H"),
+    "k_scale": Dims("B Hkv"),
+    "v_scale": Dims("B Hkv"),
+}
+# one query token per sequence, so that sequences can be split over devices; contiguous caches split along
+BY_SEQUENCE = ARRAYS | {"query": Dims("B N H D", broadcasts=False)}
+CONTIGUOUS = BY_SEQUENCE | {"key_pages": Dims("B N S Hkv D"), "value_pages": Dims("B N S Hkv Dv")}
+
+# lse is the log-sum-exp of a row's logits, top their maximum; both with sinks, -inf for a row that sees nothing
+OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "top": "B H T"}
+OUTPUTS_BY_SEQUENCE = {"out": "B N H Dv", "lse": "B H N", "top": "B H N"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The static facts of a call.
+
+    Attributes:
+        scale: of the logits.
+        tokens: queries of every sequence, where all have the same number; None: `query_start` says.
+        causal: a sequence's queries are its last tokens and see the keys up to their own; else they see all.
+        window: how many keys before its own a query sees; None is all.
+        soft_cap: of the logits, after the scale.
+        num_splits: parts the key axis is computed in; None leaves it to the platform.
+        with_lse: whether the caller wants the log-sum-exp.
+    """
+
+    scale: float
+    tokens: int | None = None
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    num_splits: int | None = None
+    with_lse: bool = False
+
+
+class Dimensions(NamedTuple):
+    """The sizes of a call, by their letters."""
+
+    B: int
+    T: int  # query tokens of all sequences
+    N: int  # sequences
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    P: int  # pages
+    L: int  # tokens per page
+    W: int  # pages per sequence at most
+
+    @property
+    def G(self) -> int:
+        return self.H // self.Hkv
+
+    @property
+    def S(self) -> int:
+        """Keys per sequence at most."""
+        return self.W * self.L
+
+
+def dimensions(call: Call) -> Dimensions:
+    B, T, H, D = call["query"].shape
+    _, N = call["context_lens"].shape
+    W = call["block_tables"].shape[2] if "block_tables" in call else 1
+    if "kv_pages" in call:
+        _, P, L, rows, Dv = call["kv_pages"].shape
+        if rows % 2:
+            raise ValueError(f"kv_pages has {rows} rows per token here: a mesh must split whole pairs of key and value")
+        return Dimensions(B, T, N, H, rows // 2, D, Dv, P, L, W)
+    _, P, L, Hkv, Dv = call["value_pages"].shape
+    return Dimensions(B, T, N, H, Hkv, D, Dv, P, L, W)
+
+
+def canonicalise(
+    query: Any,
+    pages: dict[str, Any],
+    context_lens: Any,
+    block_tables: Any = None,
+    *,
+    tokens: int | None = None,
+    query_start_loc: Any = None,
+    num_seqs: Any = None,
+    starts: Any = None,
+    softmax_aux: Any = None,
+    softmax_scale: Any = None,
+    logits_soft_cap: Any = None,
+    sliding_window: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    num_splits: Any = None,
+    return_lse: bool = False,
+    causal: bool = True,
+) -> Call:
+    """Check a call on `query` (T, H, D) and `pages` {"key_pages", "value_pages"} or {"kv_pages"}, and name its arrays.
+
+    Sequences have `tokens` queries each, or `query_start_loc` says where each one's begin.
+    """
+    arrays = {"query": query, **pages}
+    T, H, D = query.shape
+    Hkv, P, L = _check_pages(query, pages)
+    arrays |= {"sinks": _sinks(softmax_aux, H)}
+    arrays |= {"k_scale": _cache_scale("k_scale", k_scale, Hkv), "v_scale": _cache_scale("v_scale", v_scale, Hkv)}
+    spec = Spec(
+        scale=D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale),
+        tokens=tokens,
+        causal=causal,
+        window=_window(sliding_window),
+        soft_cap=soft_cap(logits_soft_cap),
+        num_splits=None if num_splits is None else whole("num_splits", num_splits),
+        with_lse=flag("return_lse", return_lse),
+    )
+    N = T // tokens if tokens is not None else None
+    integers = _Integers(context_lens, block_tables, query_start_loc, num_seqs, starts)
+    integers = integers.check_shapes(N, P)
+    integers.check_values(spec, T, P, L)
+    arrays |= {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in integers._asdict().items()}
+    return Call(spec, {name: jnp.asarray(x)[None] for name, x in arrays.items() if x is not None})
+
+
+# Queries and pages ------------------------------------------------------------------------------------------
+
+
+def array(name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS) -> Any:
+    """An array with one of the ranks and dtypes, without an empty dimension."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if str(x.dtype) not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(dtypes)}")
+    if x.ndim not in ranks:
+        raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
+    if 0 in x.shape:
+        raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
+    return jnp.asarray(x)
+
+
+def cache(name: str, x: Any, layout: str, rank: int) -> Any:
+    """A cache of keys or values: the dtypes of queries, or the narrow ones."""
+    return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES))
+
+
+def _check_pages(query: Any, pages: dict[str, Any]) -> tuple[int, int, int]:
+    """Hkv, P and L, after checking that queries and pages fit."""
+    _, H, D = query.shape
+    for name, x in pages.items():
+        if x.dtype != query.dtype and x.dtype.name not in CACHE_DTYPES:
+            raise TypeError(
+                f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same, or the cache one of "
+                f"{', '.join(CACHE_DTYPES)}"
+            )
+    first, second = next(iter(pages.values())), pages.get("value_pages")
+    P, L, rows, width = first.shape
+    Hkv = rows if second is not None else rows // 2
+    if second is None and rows % 2:
+        raise ValueError(f"kv_pages {first.shape} must hold pairs of key and value: an even number of rows, not {rows}")
+    if second is not None and second.shape[:3] != first.shape[:3]:
+        raise ValueError(f"keys {first.shape} and values {second.shape} must have the same pages, page size and heads")
+    if second is not None and second.dtype != first.dtype:
+        raise TypeError(f"keys have dtype {first.dtype} and values {second.dtype}: they must be the same")
+    if width != D:
+        raise ValueError(f"head_dim of the keys {first.shape} must be that of the query {query.shape}: {D}")
+    if H % Hkv:
+        raise ValueError(
+            f"query heads {H=} must be a multiple of key heads {Hkv=}; pages are (pages, size, heads, dim)"
+        )
+    return Hkv, P, L
+
+
+def _sinks(softmax_aux: Any, H: int) -> jax.Array | None:
+    sinks = sink_logits(softmax_aux, H)
+    if sinks is None:
+        return None
+    # they only ever meet as a sum of exponentials
+    return sinks[:, 0] if sinks.shape[1] == 1 else jax.nn.logsumexp(sinks, axis=-1)
+
+
+def _cache_scale(name: str, scale: Any, Hkv: int) -> jax.Array | None:
+    if scale is None:
+        return None
+    scale = jnp.asarray(scale)
+    if not jnp.issubdtype(scale.dtype, jnp.number):
+        raise TypeError(f"{name} must be a number or numbers, got {scale.dtype}")
+    if scale.shape not in ((), (1,), (Hkv,)):
+        raise ValueError(f"{name} must be a scalar or (key heads,) = ({Hkv},), got shape {scale.shape}")
+    return jnp.broadcast_to(scale.astype(jnp.float32), (Hkv,))
+
+
+def _window(sliding_window: Any) -> int | None:
+    lo = window_band(sliding_window).lo  # what lies to the right is hidden by causality anyway
+    return None if lo is None else -lo
+
+
+# Lengths and tables -----------------------------------------------------------------------------------------
+
+
+class _Integers(NamedTuple):
+    """The integer arrays as given: lists, numpy or device values."""
+
+    context_lens: Any
+    block_tables: Any
+    query_start: Any
+    num_seqs: Any
+    starts: Any
+
+    def check_shapes(self, N: int | None, P: int) -> "_Integers":
+        """Ranks, dtypes and sizes; what is not an array becomes one of numpy."""
+        lens = integers("context_lens", self.context_lens, 1)
+        N = lens.shape[0] if N is None else N
+        if lens.shape[0] != N:
+            raise ValueError(f"context_lens {lens.shape} must have one entry per sequence: {N}")
+        if self.block_tables is not None:
+            tables = integers("block_tables", self.block_tables, 2)
+            if tables.shape[0] != N or tables.shape[1] == 0:
+                raise ValueError(f"block_tables {tables.shape} must be (sequences, pages) with {N} sequences")
+        else:
+            tables = None
+            if P != N:
+                raise ValueError(f"keys hold {P} sequences, the query {N}")
+        starts = None if self.starts is None else integers("starts", self.starts, 1)
+        if starts is not None and starts.shape[0] != N:
+            raise ValueError(f"starts {starts.shape} must have one entry per sequence: {N}")
+        query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
+        if query_start is not None and query_start.shape[0] != N + 1:
+            raise ValueError(f"query_start_loc {query_start.shape} must have one entry more than sequences: {N + 1}")
+        num_seqs = None if self.num_seqs is None else integers("num_seqs", self.num_seqs, 0, 1)
+        if num_seqs is not None and num_seqs.size != 1:
+            raise ValueError(f"num_seqs must be one number, got shape {num_seqs.shape}")
+        num_seqs = None if num_seqs is None else num_seqs.reshape(())
+        return _Integers(lens, tables, query_start, num_seqs, starts)
+
+    def check_values(self, spec: Spec, T: int, P: int, L: int) -> None:
+        """Ranges: always of host values, with `EJKERNEL_CHECKS=1` of device values too."""
+        N = self.context_lens.shape[0]
+        S = L if self.block_tables is None else self.block_tables.shape[1] * L
+
+        def counted(xp: Any) -> Any:
+            return xp.arange(N) < (N if self.num_seqs is None else self.num_seqs)
+
+        if self.num_seqs is not None:
+            check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", self)
+        if self.query_start is not None:
+            message = f"query_start_loc must start at 0, never decrease, and end within the {T} query tokens"
+            check(self.query_start, lambda xp, q: _misplaced(xp, q, T, counted(xp)), message, self)
+        message = f"context_lens must be from 0 to {S}, what the table holds"
+        check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
+        if self.query_start is not None:
+            message = "context_lens must count the queries of the sequence too, so be at least as many"
+            queries = self.query_start
+            check(self.context_lens, lambda xp, n: (n < xp.diff(queries)) & counted(xp), message, self)
+        if self.starts is not None:
+            message = f"starts must be from 0 to {S}"
+            check(self.starts, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
+        if self.block_tables is not None:
+            tables = self.block_tables
+
+            def strays(xp: Any) -> Any:
+                used = self._used(xp, spec, L) & counted(xp)[:, None]
+                return used & ((xp.asarray(tables) < 0) | (xp.asarray(tables) >= P))
+
+            def first_stray(xp: Any) -> Any:
+                return xp.take_along_axis(xp.asarray(tables), strays(xp).argmax(1)[:, None], 1)[:, 0]
+
+            message = f"block_tables must hold page ids from 0 to {P - 1} in the slots that are used"
+            check(first_stray, lambda xp, _: strays(xp).any(1), message, self)
+
+    def _used(self, xp: Any, spec: Spec, L: int) -> Any:
+        """Which slots of the table (N, W) are read."""
+        lens = xp.asarray(self.context_lens)[:, None]
+        slots = xp.arange(self.block_tables.shape[1])[None]
+        used = slots * L < lens
+        if spec.window is not None and spec.causal:
+            queries = spec.tokens if self.query_start is None else xp.diff(self.query_start)[:, None]
+            used &= (slots + 1) * L > lens - queries - spec.window
+        if self.starts is not None:
+            used &= (slots + 1) * L > xp.asarray(self.starts)[:, None]
+        return used
+
+
+def _misplaced(xp: Any, starts: Any, T: int, counted: Any) -> Any:
+    """Entries of query_start_loc out of order or range; those past the sequences that count are ignored."""
+    starts = xp.asarray(starts)
+    before = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
+    first = xp.arange(starts.shape[0]) == 0
+    bad = (starts < before) | (starts > T) | (first & (starts != 0))
+    return bad & xp.concatenate([xp.ones(1, bool), counted])
+
+
+def integers(name: str, x: Any, *ranks: int) -> Any:
+    """An integer array of one of the ranks; host values stay on the host."""
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {x.dtype}")
+    if x.ndim not in ranks:
+        raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} dimensions, got shape {x.shape}")
+    return x
+
+
+def check(values: Any, bad: Callable[[Any, Any], Any], message: str, involved: tuple[Any, ...]) -> None:
+    """`checks.check_rows` of `bad(numpy or jax.numpy, values)`, by where the arrays involved are."""
+    on_device = any(isinstance(x, jax.Array) for x in involved)
+    if on_device and not checks.enabled():
+        return
+    xp = jnp if on_device else np
+    values = values(xp) if callable(values) else xp.asarray(values)
+    checks.check_rows(values, bad(xp, values), message)
+
+
+# What implementations in jax.numpy share --------------------------------------------------------------------
+
+
+class Sequences(NamedTuple):
+    """Where the queries and keys of each sequence lie, clamped to what there is; all (N,)."""
+
+    first: jax.Array  # its first query token
+    queries: jax.Array  # how many it has; 0 for one that does not count
+    start: jax.Array  # its first visible key
+    length: jax.Array  # its keys
+
+
+def sequences(spec: Spec, dims: Dimensions, arrays: dict[str, jax.Array]) -> Sequences:
+    """The sequences of one row of the batch axis; `arrays` are without that axis."""
+    N, T = dims.N, dims.T
+    length = jnp.clip(arrays["context_lens"], 0, dims.S)
+    start = jnp.clip(arrays["starts"], 0, dims.S) if "starts" in arrays else jnp.zeros(N, jnp.int32)
+    if spec.tokens is not None:
+        return Sequences(jnp.arange(N) * spec.tokens, jnp.full(N, spec.tokens), start, length)
+    edges = jnp.clip(jax.lax.cummax(arrays["query_start"].at[0].set(0)), 0, T)
+    counts = jnp.arange(N) < jnp.clip(arrays["num_seqs"], 0, N) if "num_seqs" in arrays else jnp.ones(N, bool)
+    return Sequences(edges[:-1], jnp.where(counts, jnp.diff(edges), 0), start, length)
+
+
+def page_ids(dims: Dimensions, arrays: dict[str, jax.Array]) -> jax.Array:
+    """The table (N, W), every id within the pages there are."""
+    if "block_tables" not in arrays:
+        return jnp.arange(dims.N, dtype=jnp.int32)[:, None]
+    return jnp.clip(arrays["block_tables"], 0, dims.P - 1)
+
+
+def read_pages(arrays: dict[str, jax.Array], take: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Keys and values (..., Hkv, D) of the pages that `take` reads; interleaved ones are parted after reading."""
+    if "kv_pages" in arrays:
+        rows = take(arrays["kv_pages"])
+        return rows[..., 0::2, :], rows[..., 1::2, :]
+    return take(arrays["key_pages"]), take(arrays["value_pages"])
+
+
+def by_row(call: Call, function: Callable[[dict[str, jax.Array]], Any]) -> Any:
+    """`function` on every row of the batch axis; what broadcasts along it is shared."""
+    B = call["query"].shape[0]
+    if B == 1:
+        return jax.tree.map(lambda x: x[None], function({name: x[0] for name, x in call.arrays.items()}))
+    axes = {name: 0 if x.shape[0] == B else None for name, x in call.arrays.items()}
+    arrays = {name: x if axes[name] == 0 else x[0] for name, x in call.arrays.items()}
+    return jax.vmap(function, in_axes=(axes,))(arrays)
+
+
+def backward(call: Call, residuals: Any, cotangents: Any, config: Any) -> NoReturn:
+    """There is none: a cache holds numbers, not the computation that made them."""
+    raise NotImplementedError(
+        "attention over a cache is for inference and has no gradient: train with flash_attention on keys and values, "
+        "or put jax.lax.stop_gradient around the arguments"
+    )
+
+
+# After the kernel, and many devices -------------------------------------------------------------------------
+
+
+def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], *, batched: bool) -> Any:
+    """Outputs in the rank of the query, whose shape is given.
+
+    A batch of queries (N, H, D) or (N, T, H, D) has lse (N, H) or (N, H, T), packed ones (T, H, D) have (H, T).
+    """
+    out = outputs["out"].reshape(*shape[:-1], outputs["out"].shape[-1])
+    if not call.spec.with_lse:
+        return out
+    lse = outputs["lse"][0]
+    if batched:
+        lse = jnp.moveaxis(lse.reshape(lse.shape[0], *shape[:-2]), 0, 1)
+    return out, lse
+
+
+Layout = dict[str, tuple[str, tuple[int | None, ...]]]
+
+
+def shards(layout: Layout, mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
+    """The caller's words on many devices, brought to the canonical arrays.
+
+    `layout` names the caller's arrays in order; for each, the canonical one and which of the caller's axes each of its
+    axes is (None: one that the caller does not have).
+    """
+    P = jax.sharding.PartitionSpec
+
+    def moved(name: str, spec: Any) -> tuple[str, Any]:
+        if name not in layout:
+            raise ValueError(f"in_specs names unknown arrays [{name!r}]; known: {list(layout)}")
+        canonical, axes = layout[name]
+        lost = [entry for axis, entry in enumerate(spec) if axis not in axes and entry is not None]
+        if lost:
+            raise ValueError(f"spec {spec} of {name} splits over {lost} an axis that cannot be split")
+        return canonical, P(*(None if axis is None or axis >= len(spec) else spec[axis] for axis in axes))
+
+    def renamed(specs: Any, names: list[str]) -> Any:
+        if specs is None:
+            return None
+        if isinstance(specs, P):
+            specs = [specs]
+        named = specs.items() if isinstance(specs, dict) else zip(names, specs, strict=False)
+        return dict(moved(name, spec) for name, spec in named)
+
+    inputs = [name for name in layout if name not in ("out", "lse")]
+    return Shards(mesh, renamed(in_specs, inputs), renamed(out_specs, ["out", "lse"]))

@@ -1,0 +1,53 @@
+"""Writing new keys and values into pages, in place where the caches are donated."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.paged.spec import FLOATS, array, cache, check, integers
+
+
+def write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:
+    """`pages` (P, L, heads, D) with `rows` (N, heads, D) at `slots` (N,); a slot outside is left out."""
+    P, L, *rest = pages.shape
+    # a negative index would count from the end
+    at = jnp.where(jnp.asarray(slots) < 0, P * L, slots)
+    return pages.reshape(P * L, *rest).at[at].set(stored(rows, pages.dtype), mode="drop").reshape(pages.shape)
+
+
+def stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in the dtype of a cache: rounded to nearest, values beyond its range to its ends."""
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(x.astype(jnp.float32)), -128, 127).astype(dtype)
+    if jnp.finfo(dtype).bits == 8:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(jnp.float32), -largest, largest)
+    return x.astype(dtype)
+
+
+def scaled(x: jax.Array, scale: Any, name: str) -> jax.Array:
+    """x (N, heads, D) divided by what a reader will multiply with: a scalar or (heads,)."""
+    if scale is None:
+        return x
+    scale = jnp.asarray(scale, jnp.float32)
+    if scale.shape not in ((), (1,), (x.shape[1],)):
+        raise ValueError(f"{name} must be a scalar or (key heads,) = ({x.shape[1]},), got shape {scale.shape}")
+    return x.astype(jnp.float32) / scale.reshape(-1, 1)
+
+
+def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
+    """`slots` as an array, after checking that caches, rows and slots fit."""
+    slots = integers("slots", slots, 1)
+    for (name, x), (row_name, row) in zip(pages.items(), rows.items(), strict=True):
+        cache(name, x, "(pages, page_size, heads, head_dim)", 4)
+        array(row_name, row, "(tokens, heads, head_dim)", 3, dtypes=FLOATS)
+        if row.shape != (slots.shape[0], *x.shape[2:]):
+            wanted = (slots.shape[0], *x.shape[2:])
+            raise ValueError(f"{row_name} {row.shape} must be (slots, heads, head_dim) = {wanted} for {name} {x.shape}")
+    first = next(iter(pages.values()))
+    room = first.shape[0] * first.shape[1]
+    if any(x.shape[:2] != first.shape[:2] for x in pages.values()):
+        raise ValueError(f"caches must have the same pages: {', '.join(f'{n} {x.shape}' for n, x in pages.items())}")
+    check(slots, lambda xp, s: s >= room, f"slots must be below {room}, the tokens of all pages", (slots,))
+    return slots

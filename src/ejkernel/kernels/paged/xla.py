@@ -1,0 +1,230 @@
+"""Paged attention in plain XLA: tiles of query tokens walk over their own pages, side by side.
+
+All tiles take their n-th step together, so the loop ends with the longest sequence there is, whatever the table could
+hold. A step gathers one block of keys and values per tile; nothing of the cache is copied beyond that.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.common.tiles import (
+    MASKED,
+    Online,
+    capped,
+    finite,
+    matmul,
+    nan_rows,
+    online_finish,
+    online_step,
+)
+from ejkernel.kernels.paged.merge import merge, with_sinks
+from ejkernel.kernels.paged.spec import (
+    Dimensions,
+    Spec,
+    backward,
+    by_row,
+    dimensions,
+    page_ids,
+    read_pages,
+    sequences,
+)
+from ejkernel.ops import Call
+from ejkernel.ops.sharding import varying_like
+
+__all__ = ["Config", "backward", "default_config", "forward", "search_space", "unsupported"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes.
+
+    Attributes:
+        block_q: query tokens of one sequence per tile.
+        block_k: keys per step of a tile; rounded to whole pages, or to an even part of one.
+    """
+
+    block_q: int = 64
+    block_k: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a positive int")
+
+
+def unsupported(call: Call) -> list[str]:
+    return []
+
+
+# cache elements that one step of all tiles gathers
+_STEP = 1 << 23
+
+
+def default_config(call: Call) -> Config:
+    dims, spec = dimensions(call), call.spec
+    # ragged: about as many tokens as a sequence has on average, so that a batch of decodes wastes nothing
+    tokens = spec.tokens or -(-dims.T // dims.N)
+    block_q = min(128, 1 << (tokens - 1).bit_length())
+    tiles = dims.B * _tile_count(spec, dims, block_q) * (spec.num_splits or 1)
+    room = _STEP // (tiles * dims.Hkv * (dims.D + dims.Dv))
+    return Config(block_q, min(1024, max(128, 1 << room.bit_length() >> 1)))
+
+
+def search_space(call: Call) -> list[Config]:
+    block_q = default_config(call).block_q
+    return [Config(block_q, k) for k in (128, 256, 512, 1024, 2048)]
+
+
+class _Tiles(NamedTuple):
+    """The work: one entry per tile of query tokens and part of its keys."""
+
+    sequence: jax.Array
+    token: jax.Array  # its first query token
+    position: jax.Array  # of that token in its sequence
+    queries: jax.Array  # how many of its tokens are real
+    low: jax.Array  # keys that any of them may see: from low to high
+    high: jax.Array
+    key: jax.Array  # first key of its first step
+    steps: jax.Array  # of block_k keys
+
+
+def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    return by_row(call, partial(_one_row, call.spec, dimensions(call), config)), {}
+
+
+def _tile_count(spec: Spec, dims: Dimensions, block_q: int) -> int:
+    if spec.tokens is not None:
+        return dims.N * -(-spec.tokens // block_q)
+    return dims.T // block_q + dims.N
+
+
+def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    block_q = min(config.block_q, dims.T)
+    part = _page_part(dims.L, config.block_k)
+    block_k = part * max(1, min(config.block_k, dims.S) // part)
+    splits = spec.num_splits or 1
+    rows = sequences(spec, dims, arrays)
+    count = _tile_count(spec, dims, block_q)
+    n, offset, place = _tiling(spec, dims, rows, block_q, count)
+    tiles = _tiles(spec, rows, n, offset, block_q, block_k, part, splits)
+    state = _walk(spec, dims, arrays, tiles, block_q, block_k, part)
+    state = merge(jax.tree.map(lambda x: x.reshape(splits, count, *x.shape[1:]), state))
+    if "sinks" in arrays:
+        state = with_sinks(state, jnp.tile(arrays["sinks"].reshape(dims.Hkv, dims.G), (1, block_q)))
+    finish = jax.vmap(jax.vmap(online_finish))
+    out, lse = finish(state)  # (tiles, Hkv, block_q * G, ...)
+    if "v_scale" in arrays:
+        out = out * arrays["v_scale"][:, None, None]
+    top = jnp.where(state.total == 0.0, -jnp.inf, state.top)
+
+    def tokens(x: jax.Array, fill: float) -> jax.Array:
+        """(tiles, Hkv, block_q * G, ...) to (T, H, ...), `fill` for tokens of no sequence."""
+        x = x.reshape(count, dims.Hkv, block_q, dims.G, *x.shape[3:])
+        x = jnp.moveaxis(x, 2, 1).reshape(count * block_q, dims.H, *x.shape[4:])
+        return x.at[place].get(mode="fill", fill_value=fill)
+
+    lse, top = (tokens(x, -jnp.inf).swapaxes(0, 1) for x in (lse, top))
+    return {"out": tokens(out, 0.0).astype(arrays["query"].dtype), "lse": lse, "top": top}
+
+
+def _page_part(L: int, block_k: int) -> int:
+    """The largest even part of a page that fits into a block."""
+    return next(part for part in range(min(L, block_k), 0, -1) if L % part == 0)
+
+
+def _tiling(spec: Spec, dims: Dimensions, rows: Any, block_q: int, count: int) -> tuple[jax.Array, ...]:
+    """Sequence and offset of each tile, and the place of each query token among the tiles' (past the end: none)."""
+    token, tile = jnp.arange(dims.T), jnp.arange(count)
+    if spec.tokens is not None:
+        each = -(-spec.tokens // block_q)
+        first, owner, n = jnp.arange(dims.N) * each, token // spec.tokens, tile // each
+    else:
+        # the tiles of sequence n start here; each has enough of them, and all fit into `count`
+        first = rows.first // block_q + jnp.arange(dims.N)
+        owner = jnp.searchsorted(rows.first, token, side="right") - 1
+        n = jnp.searchsorted(first, tile, side="right") - 1
+    within = token - rows.first[owner]
+    place = (first[owner] + within // block_q) * block_q + within % block_q
+    return n, (tile - first[n]) * block_q, jnp.where(within < rows.queries[owner], place, count * block_q)
+
+
+def _tiles(
+    spec: Spec, rows: Any, n: jax.Array, offset: jax.Array, block_q: int, block_k: int, part: int, splits: int
+) -> _Tiles:
+    """Every tile once per split: (splits * tiles,)."""
+    queries = jnp.clip(rows.queries[n] - offset, 0, block_q)
+    position = rows.length[n] - rows.queries[n] + offset
+    low, high = rows.start[n], rows.length[n]
+    if spec.causal:
+        high = jnp.minimum(high, position + queries)
+    if spec.causal and spec.window is not None:
+        low = jnp.maximum(low, position - spec.window)
+    key = low // part * part
+    steps = jnp.where(queries > 0, jnp.maximum(high - key, 0) + block_k - 1, 0) // block_k
+    share = -(-steps // splits)
+    split = jnp.arange(splits)[:, None]
+    tiles = _Tiles(
+        sequence=n,
+        token=rows.first[n] + offset,
+        position=position,
+        queries=queries,
+        low=low,
+        high=high,
+        key=key + split * share * block_k,
+        steps=jnp.clip(steps - split * share, 0, share),
+    )
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (splits, n.shape[0])).reshape(-1), tiles)
+
+
+def _walk(
+    spec: Spec, dims: Dimensions, arrays: dict[str, jax.Array], tiles: _Tiles, block_q: int, block_k: int, part: int
+) -> Online:
+    """The running softmax of every tile, (tiles, Hkv, block_q * G), after all its keys."""
+    Hkv, G, D, Dv = dims.Hkv, dims.G, dims.D, dims.Dv
+    count = tiles.token.shape[0]
+    tokens = jnp.minimum(tiles.token[:, None] + jnp.arange(block_q), dims.T - 1)
+    query = arrays["query"][tokens].reshape(count, block_q, Hkv, G, D)
+    query = jnp.moveaxis(query, 1, 2).reshape(count, Hkv, block_q * G, D)
+    scale = spec.scale * arrays.get("k_scale", jnp.ones(Hkv))
+    table = page_ids(dims, arrays)
+    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+
+    def one_head(state: Online, query: jax.Array, key: jax.Array, value: jax.Array, scale: Any, seen: jax.Array):
+        logits = capped(matmul(query, key, (1, 1), precision) * scale, spec.soft_cap)
+        logits = jnp.where(seen, nan_rows(logits.T, value).T, MASKED)
+        state, weights = online_step(state, logits)
+        return state._replace(out=state.out + matmul(weights.astype(value.dtype), finite(value), (1, 0), precision))
+
+    def one_tile(step: jax.Array, tile: _Tiles, state: Online, query: jax.Array) -> Online:
+        first = tile.key + step * block_k
+        slot = jnp.minimum((first + jnp.arange(0, block_k, part)) // dims.L, dims.W - 1)
+        pieces = table[tile.sequence, slot] * (dims.L // part) + (first + jnp.arange(0, block_k, part)) % dims.L // part
+        key, value = read_pages(arrays, lambda pages: pages.reshape(-1, part, *pages.shape[2:])[pieces])
+        key, value = (x.reshape(block_k, Hkv, -1).swapaxes(0, 1).astype(query.dtype) for x in (key, value))
+        position = tile.position + jnp.arange(block_q * G)[:, None] // G
+        index = first + jnp.arange(block_k)
+        seen = (tile.low <= index) & (index < tile.high) & (step < tile.steps)
+        if spec.causal:
+            seen &= index <= position
+        if spec.causal and spec.window is not None:
+            seen &= index >= position - spec.window
+        return jax.vmap(one_head, in_axes=(0, 0, 0, 0, 0, None))(state, query, key, value, scale, seen)
+
+    def body(loop: tuple[jax.Array, Online]) -> tuple[jax.Array, Online]:
+        step, state = loop
+        return step + 1, jax.vmap(partial(one_tile, step))(tiles, state, query)
+
+    start = Online(
+        top=jnp.full((count, Hkv, block_q * G), MASKED),
+        total=jnp.zeros((count, Hkv, block_q * G)),
+        out=jnp.zeros((count, Hkv, block_q * G, Dv)),
+    )
+    last = tiles.steps.max()
+    loop = varying_like((jnp.int32(0), start), (arrays, last))
+    return lax.while_loop(lambda loop: loop[0] < last, body, loop)[1]
