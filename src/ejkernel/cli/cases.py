@@ -9,12 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.paged import calls as paged_calls
+from ejkernel.kernels.paged.reference import reference as paged_reference
 from ejkernel.kernels.pooling import reference as pooling_reference
 from ejkernel.kernels.pooling import spec as pooling_spec
 from ejkernel.kernels.softmax.blocks import pattern_mask
 from ejkernel.kernels.softmax.reference import reference, visible
 from ejkernel.kernels.softmax.spec import canonicalise
-from ejkernel.modules import blocksparse_attention, flash_attention, mean_pooling, scaled_dot_product_attention
+from ejkernel.modules import (
+    blocksparse_attention,
+    decode_attention,
+    flash_attention,
+    mean_pooling,
+    page_attention,
+    prefill_page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
+    scaled_dot_product_attention,
+)
 from ejkernel.ops import Call
 from ejkernel.types import BlockPattern, MaskInfo
 
@@ -33,6 +45,7 @@ class Case:
         trained: shapes of the arrays that get a gradient.
         fixed: traced arguments that get none, such as a MaskInfo.
         static: options that are part of the program.
+        differentiable: whether there are gradients to check.
     """
 
     name: str
@@ -44,6 +57,7 @@ class Case:
     trained: dict[str, tuple[int, ...]]
     fixed: dict[str, Any] = field(default_factory=dict)
     static: dict[str, Any] = field(default_factory=dict)
+    differentiable: bool = True
 
     @property
     def operation(self) -> str:
@@ -137,6 +151,54 @@ def _softmax_cases() -> list[Case]:
     ]
 
 
+# Paged ------------------------------------------------------------------------------------------------------
+
+
+def _read(call: Call, dtype: Any) -> jax.Array:
+    return paged_reference(call, dtype)["out"][0]
+
+
+def _paged_cases() -> list[Case]:
+    """Three sequences of up to 250 keys in permuted pages of 16 tokens; four query heads for each of two key heads."""
+    lens, pages, size, heads = jnp.array([250, 0, 100]), 48, 16, 2
+    table = jnp.asarray(np.random.default_rng(0).permutation(pages).reshape(3, size).astype(np.int32))
+    query, cache = (3, 4 * heads, 64), (pages, size, heads, 64)
+    caches = {"key_cache": cache, "value_cache": cache}
+    batch = {"context_lens": lens, "block_tables": table}
+    mixed = {**batch, "query_start_loc": jnp.array([0, 1, 1, 20]), "num_seqs": jnp.int32(3)}
+    chunk = {"context_len": jnp.int32(250), "page_indices": table[0]}
+    flat, whole = (pages * size, heads, 64), (3, 250, heads, 64)
+    spans = {"sequence_start": jnp.array([9, 0, 0]), "sequence_end": lens}
+
+    def case(name: str, function: Any, call: Any, dtype: str, arrays: Any, fixed: Any, **static: Any) -> Case:
+        return Case(name, function, call, _read, None, dtype, arrays, fixed, static, differentiable=False)
+
+    return [
+        case("decode", page_attention, paged_calls.page_call, "float32", {"query": query, **caches}, batch),
+        case(
+            "decode, window of 64", page_attention, paged_calls.page_call, "bfloat16",
+            {"query": query, **caches}, batch, sliding_window=64,
+        ),
+        case(
+            "mixed batch", ragged_page_attention, paged_calls.ragged_page_call, "bfloat16",
+            {"queries": (24, *query[1:]), "kv_pages": (pages, size, 2 * heads, 64)}, mixed,
+        ),
+        case(
+            "chunk of 50", prefill_page_attention, paged_calls.prefill_call, "bfloat16",
+            {"query": (50, *query[1:]), **caches}, chunk,
+        ),
+        case(
+            "pages of 16", decode_attention, paged_calls.decode_call, "bfloat16",
+            {"query": query, "key_buffer": flat, "value_buffer": flat}, {"req_to_tokens": table, "seq_lens": lens},
+            page_size=size,
+        ),
+        case(
+            "starts and ends", ragged_decode_attention, paged_calls.ragged_decode_call, "bfloat16",
+            {"query": query, "key": whole, "value": whole}, spans,
+        ),
+    ]  # fmt: skip
+
+
 # Mean pooling -----------------------------------------------------------------------------------------------
 
 
@@ -159,4 +221,4 @@ def _pooling_cases() -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Every case, in the order shown."""
-    return [*_softmax_cases(), *_pooling_cases()]
+    return [*_softmax_cases(), *_paged_cases(), *_pooling_cases()]

@@ -46,7 +46,8 @@ def explained(request: Request) -> Explanation:
     if request.dtype not in FLOATS:
         raise ValueError(f"dtype {request.dtype!r} is not supported; use one of {', '.join(FLOATS)}")
     function = getattr(modules, request.operation)
-    arguments = _pooling(request) if request.operation == "mean_pooling" else _attention(request)
+    describe = {"mean_pooling": _pooling, **dict.fromkeys(_PAGED, _paged)}.get(request.operation, _attention)
+    arguments = describe(request)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     unknown = [name for name in arguments if name not in inspect.signature(function).parameters]
     if unknown:
@@ -83,6 +84,61 @@ def _pooling(request: Request) -> dict[str, Any]:
     flags = {name: getattr(request, name) or None for name in ("bias", "sinks", "lse")}
     x = _struct(request, request.batch, request.length, request.heads, request.dim)
     return {"x": x, **flags, **{name: getattr(request, name) for name in absent}, **_common(request)}
+
+
+_PAGED = {
+    "page_attention": ("query", "key_cache", "value_cache", "context_lens", "block_tables"),
+    "ragged_page_attention": (
+        "queries", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs",
+    ),
+    "prefill_page_attention": ("query", "key_cache", "value_cache", "context_len", "page_indices"),
+    "decode_attention": ("query", "key_buffer", "value_buffer", "req_to_tokens", "seq_lens", "page_size"),
+    "ragged_decode_attention": ("query", "key", "value", "sequence_start", "sequence_end"),
+}  # fmt: skip
+
+
+def _paged(request: Request) -> dict[str, Any]:
+    """A call over a cache: `length` counts query tokens, `kv_length` the keys a sequence may have."""
+    B, H, D, L = request.batch, request.heads, request.dim, request.block_size or 16
+    S, Hkv, Dv = request.kv_length or request.length, request.kv_heads or H, request.value_dim or D
+    W = -(-S // L)
+    tokens = request.length if request.operation in ("ragged_page_attention", "prefill_page_attention") else B
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    everything = {
+        "query": _struct(request, tokens, H, D),
+        "queries": _struct(request, tokens, H, D),
+        "key_cache": _struct(request, B * W, L, Hkv, D),
+        "value_cache": _struct(request, B * W, L, Hkv, Dv),
+        "kv_pages": _struct(request, B * W, L, 2 * Hkv, D),
+        "key_buffer": _struct(request, B * W * L, Hkv, D),
+        "value_buffer": _struct(request, B * W * L, Hkv, Dv),
+        "key": _struct(request, B, S, Hkv, D),
+        "value": _struct(request, B, S, Hkv, Dv),
+        "context_lens": integers(B),
+        "context_len": integers(),
+        "seq_lens": integers(B),
+        "sequence_start": integers(B),
+        "sequence_end": integers(B),
+        "block_tables": integers(B, W),
+        "req_to_tokens": integers(B, W),
+        "page_indices": integers(W),
+        "query_start_loc": integers(B + 1),
+        "num_seqs": integers(),
+        "page_size": L,
+    }
+    absent = {name: getattr(request, name) or None for name in ("documents", "bias", "dropout")}
+    return {
+        **{name: everything[name] for name in _PAGED[request.operation]},
+        **absent,
+        "softmax_aux": _struct(request, H) if request.sinks else None,
+        "sliding_window": parsed_window(request.window),
+        "logits_soft_cap": request.soft_cap,
+        "return_lse": request.lse or None,
+        **_common(request),
+    }
 
 
 def _common(request: Request) -> dict[str, Any]:

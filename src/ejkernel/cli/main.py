@@ -104,7 +104,7 @@ def _outcome_table(outcomes: "list[Outcome]") -> Table:
         table.add_row(*named, _error(o.output), _error(o.gradient), *times, ratio, verdict)
     table.caption = (
         "Errors are the largest against float32; beside them, as a multiple of those of the naive computation in the "
-        "same dtype. Times are of a forward and a backward."
+        "same dtype. Times are of a forward and, where there is one, a backward."
     )
     return table
 
@@ -160,7 +160,9 @@ def explain(
     soft_cap: Annotated[float | None, typer.Option()] = None,
     dropout: Annotated[float | None, typer.Option(help="Probability.")] = None,
     lse: Annotated[bool, typer.Option("--lse", help="Also return the log-sum-exp.")] = False,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Of blocksparse_attention.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Of blocksparse_attention; of a cache, tokens per page.")
+    ] = None,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Of mean_pooling.")] = None,
     platform: Annotated[str | None, typer.Option(help="Force xla, triton, pallas or cudnn.")] = None,
 ) -> None:

@@ -36,7 +36,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one case went on one platform. Seconds are of a forward and a backward."""
+    """How one case went on one platform. Seconds are of a forward and, where there is one, a backward."""
 
     case: Case
     platform: str
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.output is not None and self.gradient is not None and self.output.ok and self.gradient.ok
+        return self.output is not None and self.output.ok and (self.gradient is None or self.gradient.ok)
 
 
 def platforms_for(case: Case) -> tuple[list[str], dict[str, list[str]]]:
@@ -57,11 +57,15 @@ def platforms_for(case: Case) -> tuple[list[str], dict[str, list[str]]]:
     return [p for p in PLATFORMS if p not in explanation.refusals], explanation.refusals
 
 
-def _step(function: Callable[[Arrays, Any], jax.Array]) -> Callable[..., tuple[jax.Array, Arrays]]:
-    """(arrays, fixed, cotangent) -> the output and every gradient, compiled."""
+def _step(
+    function: Callable[[Arrays, Any], jax.Array], differentiable: bool
+) -> Callable[..., tuple[jax.Array, Arrays]]:
+    """(arrays, fixed, cotangent) -> the output and every gradient there is, compiled."""
 
     @jax.jit
     def both(arrays: Arrays, fixed: Any, cotangent: jax.Array) -> tuple[jax.Array, Arrays]:
+        if not differentiable:
+            return function(arrays, fixed), {}
         out, pull = jax.vjp(lambda given: function(given, fixed), arrays)
         return out, pull(cotangent.astype(out.dtype))[0]
 
@@ -89,12 +93,15 @@ class Check:
         wide = {name: x.astype(jnp.float32) for name, x in self.arrays.items()}
         shape = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, case.fixed)
         self.cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape, np.float32))
-        exact = _step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.float32))
-        naive = _step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(case.dtype)))
+        exact = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.float32))
+        naive = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(case.dtype)))
         self.truth = exact(wide, case.fixed, self.cotangent)
         # in float32 the naive computation is the definition itself
         self.naive = self.truth if case.dtype == "float32" else naive(self.arrays, case.fixed, self.cotangent)
-        self.peer_seconds = None if case.peer is None else self._seconds(_step(self._peer))
+        self.peer_seconds = None if case.peer is None else self._seconds(self._step(self._peer))
+
+    def _step(self, function: Callable[[Arrays, Any], jax.Array]) -> Callable[..., tuple[jax.Array, Arrays]]:
+        return _step(function, self.case.differentiable)
 
     def _call(self, arrays: Arrays, fixed: Any) -> Any:
         return self.case.canonicalise(**arrays, **fixed, **self.case.static)
@@ -112,11 +119,11 @@ class Check:
     def on(self, platform: str) -> Outcome:
         """Run the case on a platform."""
         case = self.case
-        step = _step(lambda arrays, fixed: case.function(**arrays, **fixed, **case.static, platform=platform))
+        step = self._step(lambda arrays, fixed: case.function(**arrays, **fixed, **case.static, platform=platform))
         try:
             out, gradients = step(self.arrays, case.fixed, self.cotangent)
             output = _worst({"out": out}, {"out": self.naive[0]}, {"out": self.truth[0]})
-            gradient = _worst(gradients, self.naive[1], self.truth[1])
+            gradient = _worst(gradients, self.naive[1], self.truth[1]) if case.differentiable else None
             seconds = self._seconds(step)
         except (RuntimeError, ValueError, TypeError) as crash:  # NotImplementedError and XLA's errors are RuntimeErrors
             return Outcome(case, platform, crash=f"{type(crash).__name__}: {crash}")

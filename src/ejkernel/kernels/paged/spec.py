@@ -246,23 +246,23 @@ class _Integers(NamedTuple):
     def check_shapes(self, N: int | None, P: int) -> "_Integers":
         """Ranks, dtypes and sizes; what is not an array becomes one of numpy."""
         lens = integers("context_lens", self.context_lens, 1)
-        N = lens.shape[0] if N is None else N
-        if lens.shape[0] != N:
-            raise ValueError(f"context_lens {lens.shape} must have one entry per sequence: {N}")
+        rows = lens.shape[0] if N is None else N
+        if lens.shape[0] != rows:
+            raise ValueError(f"context_lens {lens.shape} must have one entry per sequence: {rows}")
         if self.block_tables is not None:
             tables = integers("block_tables", self.block_tables, 2)
-            if tables.shape[0] != N or tables.shape[1] == 0:
-                raise ValueError(f"block_tables {tables.shape} must be (sequences, pages) with {N} sequences")
+            if tables.shape[0] != rows or tables.shape[1] == 0:
+                raise ValueError(f"block_tables {tables.shape} must be (sequences, pages) with {rows} sequences")
         else:
             tables = None
-            if P != N:
-                raise ValueError(f"keys hold {P} sequences, the query {N}")
+            if rows != P:
+                raise ValueError(f"keys hold {P} sequences, the query {rows}")
         starts = None if self.starts is None else integers("starts", self.starts, 1)
-        if starts is not None and starts.shape[0] != N:
-            raise ValueError(f"starts {starts.shape} must have one entry per sequence: {N}")
+        if starts is not None and starts.shape[0] != rows:
+            raise ValueError(f"starts {starts.shape} must have one entry per sequence: {rows}")
         query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
-        if query_start is not None and query_start.shape[0] != N + 1:
-            raise ValueError(f"query_start_loc {query_start.shape} must have one entry more than sequences: {N + 1}")
+        if query_start is not None and query_start.shape[0] != rows + 1:
+            raise ValueError(f"query_start_loc {query_start.shape} must have one entry more than sequences: {rows + 1}")
         num_seqs = None if self.num_seqs is None else integers("num_seqs", self.num_seqs, 0, 1)
         if num_seqs is not None and num_seqs.size != 1:
             raise ValueError(f"num_seqs must be one number, got shape {num_seqs.shape}")
