@@ -15,6 +15,8 @@ CASES = {
     "D64": {"D": 64},
     "D128-causal": {"D": 128, "causal": True},
     "D256-causal": {"D": 256, "causal": True},
+    "D256-segments-soft-cap": {"D": 256, "segments": True, "logits_soft_cap": 20.0},
+    "D192": {"D": 192},
     "D96-window-ragged": {"D": 96, "T": 200, "causal": True, "sliding_window": 64},
     "D128-segments-sinks-soft-cap": {
         "D": 128,

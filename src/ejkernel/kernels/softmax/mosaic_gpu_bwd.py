@@ -427,11 +427,15 @@ class _SplitKeyGradient(_KeyGradients):
                 plgpu.wgmma(s_acc, s["k_smem"], s["q_smem"].at[slot].T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
                 plgpu.barrier_wait(s["do_ready"].at[slot])
-                return self.weights(s_acc[...], self._log_sums(s, slot, shape, masked), keep)
+                p, slope = self.weights(s_acc[...], self._log_sums(s, slot, shape, masked), keep)
+                if slope is None:
+                    return p, p
+                # the slope of a masked pair may be nan
+                return p, p * slope if keep is None else jnp.where(keep, p * slope, 0.0)
 
-            p, slope = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+            p, sloped = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             pl.when(t >= 2)(lambda: plgpu.barrier_wait(s["p_free"].at[buffer]))
-            s["p_smem"].at[buffer][...] = (p if slope is None else p * slope).astype(self.dtype)
+            s["p_smem"].at[buffer][...] = sloped.astype(self.dtype)
             plgpu.barrier_arrive(s["p_ready"].at[buffer])
             plgpu.wgmma(dv_acc, p.astype(self.dtype), s["do_smem"].at[slot])
             plgpu.wgmma_wait(0)
