@@ -85,19 +85,30 @@ def build_config(implementation: Any, cfg: Any, platform: str) -> Any:
     )
 
 
-def choose_config(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> tuple[Any, str]:
-    """The config and where it came from."""
+def given_config(operation: Operation, implementation: Any, platform: str, cfg: Any) -> tuple[Any, str] | None:
+    """The config the caller asked for, by `cfg=` or `use_config`, and which of them."""
     if cfg is not None:
         return build_config(implementation, cfg, platform), "cfg="
     override = _OVERRIDES.get().get(operation.name)
     if isinstance(override, dict | implementation.Config):
         return build_config(implementation, override, platform), "use_config"
+    return None
+
+
+def choose_config(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> tuple[Any, str]:
+    """The config and where it came from."""
+    given = given_config(operation, implementation, platform, cfg)
+    if given is not None:
+        return given
     bucket = operation.bucket(call)
     for source, tuned in tuned_sources(call.target):
         fields = tuned.find(operation.name, bucket, platform)
         if fields is not None:
             try:
-                return implementation.Config(**fields), source
+                config = implementation.Config(**fields)
             except (TypeError, ValueError):
                 continue  # a file of another version of this Config: defaults serve
+            # tuned for another length of the same bucket, it may not fit this one
+            if not getattr(implementation, "unsupported_config", lambda call, config: [])(call, config):
+                return config, source
     return implementation.default_config(call), "default"

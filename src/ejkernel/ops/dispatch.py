@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -112,9 +112,7 @@ _PACKAGES = {"triton": ("triton", "cuda")}
 
 def _emulated_backend(platform: str, target: Target) -> str:
     """The backend whose kernels a platform would run: an interpreter stands in for the absent one."""
-    if interpreting() and target.backend == "cpu":
-        return _INTERPRETED.get(platform, "cpu")
-    return target.backend
+    return _INTERPRETED.get(platform, "cpu") if target.interpreted else target.backend
 
 
 def _hardware_refusals(operation: Operation, platform: str, backend: str) -> list[str]:
@@ -141,8 +139,20 @@ def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None) -
     implementation = operation.load(platform, backend)
     reasons = implementation.unsupported(call)
     if cfg is not None and not isinstance(cfg, dict | implementation.Config):
-        reasons = [*reasons, f"cfg is a {type(cfg).__module__}.{type(cfg).__name__}, not its Config"]
-    return reasons
+        return [*reasons, f"cfg is a {type(cfg).__module__}.{type(cfg).__name__}, not its Config"]
+    return reasons + _config_refusals(operation, implementation, platform, call, cfg)
+
+
+def _config_refusals(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> list[str]:
+    """Why a config that the caller gave does not fit the call; a platform without the question takes any."""
+    check = getattr(implementation, "unsupported_config", None)
+    if check is None:
+        return []
+    try:
+        given = configs.given_config(operation, implementation, platform, cfg)
+    except (TypeError, ValueError):
+        return []  # not a config at all: if this platform is chosen, building it says so
+    return [] if given is None else check(call, given[0])
 
 
 def _candidates(operation: Operation, call: Call) -> tuple[list[str], str]:
@@ -198,7 +208,8 @@ def run(
 ) -> Arrays:
     """Run a canonical call and return its outputs by name."""
     mesh = None if shards is None else shards.mesh
-    call = call.on(target_of(call.arrays.values(), mesh))
+    target = target_of(call.arrays.values(), mesh)
+    call = call.on(replace(target, interpreted=interpreting() and target.backend == "cpu"))
     if shards is not None and shards.in_specs is not None:
         return run_sharded(operation, call, shards, lambda local: run_here(operation, local, platform, cfg))
     return run_here(operation, call, platform, cfg)

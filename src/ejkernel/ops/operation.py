@@ -53,7 +53,10 @@ class Call:
 
 
 class Implementation(Protocol):
-    """The six names of a platform file."""
+    """The six names of a platform file.
+
+    A seventh, `unsupported_config(call, config) -> list[str]`, is for platforms where a config may not fit the device.
+    """
 
     Config: type
 

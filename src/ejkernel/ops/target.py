@@ -19,11 +19,13 @@ class Target:
         backend: `"cpu"`, `"gpu"` or `"tpu"`.
         kind: the device's name in lower case with underscores, such as `nvidia_h200` or `tpu_v5_lite`.
         arch: what kernels compile for, such as `sm_90`; `kind` falls back to it for tuned configs.
+        interpreted: whether kernels of absent hardware run in their interpreters, on this CPU.
     """
 
     backend: str
     kind: str
     arch: str
+    interpreted: bool = False
 
     @property
     def capability(self) -> int:
