@@ -13,6 +13,7 @@ values. D64/128/2: 16+64, D128/128/2: 32+128, D256/64/2: 64+128.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,20 +23,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
-    COL,
     LOG2_E,
     ROW,
     Logits,
     Masks,
     Runs,
     across,
+    attempts,
     batch_index,
+    drain,
     eights,
     fetch,
+    flags,
+    flags_of,
+    judge,
     launch,
-    load,
     masked_block,
+    retry_scratch,
     take_registers,
+    testify,
     tile_ref,
     zeros,
 )
@@ -93,11 +99,12 @@ class Config:
         exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
         return {
             "forward": row * (2 * self.block_q + 2 * self.stages * self.block_k)
-            + 8 * self.block_q
+            + 20 * self.block_q
             + 4 * self.stages * self.block_k,
-            "dq": row * (2 * 128 + self.dq_slots * self.dq_block_k) + 4 * self.dq_slots * self.dq_block_k,
+            "dq": row * (2 * 128 + self.dq_slots * self.dq_block_k) + 4 * self.dq_slots * self.dq_block_k + 768,
             "dkv": row * (2 * keys + 2 * self.dkv_stages * self.dkv_block_q)
             + 4 * 4 * self.dkv_stages * self.dkv_block_q
+            + 768
             + exchange,
         }
 
@@ -180,7 +187,6 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         ),
         scratch=kernel.scratch(),
         grid=(dims.B, dims.H, T_padded // tile),
-        threads=3,
         name="softmax_forward",
     )(q, k, v, operands)
     outputs = {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
@@ -207,8 +213,7 @@ class _Forward:
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        flags = {"v_flag": plgpu.SMEM((c.stages, c.block_k), jnp.float32), "raw": plgpu.Barrier()}
-        return (flags if self.masks.mixed else {}) | {
+        return retry_scratch(self.masks, c.block_q, c.stages, c.block_k) | {
             "q_smem": tile_ref((2, c.block_q, D), self.dtype),
             "k_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
             "v_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
@@ -231,14 +236,15 @@ class _Forward:
         @pl.when(warpgroup < 2)
         def _compute() -> None:
             take_registers("compute", self.masks)
-            self._compute(q_ref, refs, out_ref, lse_ref, s, (b, h, i), row, warpgroup)
+            compute = partial(self._compute, q_ref, refs, out_ref, lse_ref, s, (b, h, i), row, warpgroup)
+            attempts(s, compute)
 
         @pl.when(warpgroup == 2)
         def _copy() -> None:
             take_registers("copy", self.masks)
-            self._copy(k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row)
+            attempts(s, partial(self._copy, k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row))
 
-    def _copy(self, k_ref, v_ref, s, b, h_kv, row) -> None:
+    def _copy(self, k_ref, v_ref, s, b, h_kv, row, scrub) -> None:
         lo, _, _, hi = row
         block_k, stages = self.config.block_k, self.config.stages
 
@@ -249,10 +255,16 @@ class _Forward:
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(s["k_free"].at[slot]))
             fetch(k_ref.at[at], s["k_smem"].at[slot], s["k_ready"].at[slot])
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(s["v_free"].at[slot]))
-            scrub = (masked_block(row, lo + n), s["raw"], s["v_flag"].at[slot]) if self.masks.mixed else ()
-            fetch(v_ref.at[at], s["v_smem"].at[slot], s["v_ready"].at[slot], *scrub)
+            how = ()
+            if self.masks.mixed:
+                how = (jnp.logical_and(scrub, masked_block(row, lo + n)), s["raw"], flags_of(s, slot, block_k))
+            fetch(v_ref.at[at], s["v_smem"].at[slot], s["v_ready"].at[slot], *how)
 
-    def _compute(self, q_ref, refs, out_ref, lse_ref, s, program, row, w) -> None:
+        drain(s["k_free"], stages, hi - lo)
+        drain(s["v_free"], stages, hi - lo)
+        judge(s, self.config.block_q)
+
+    def _compute(self, q_ref, refs, out_ref, lse_ref, s, program, row, w, scrub) -> None:
         b, h, i = program
         block_q, D = self.config.block_q, self.dims.D
         q_smem, turn = s["q_smem"].at[w], s["turn"]
@@ -260,7 +272,7 @@ class _Forward:
         plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds(start, block_q), h], q_smem, s["q_ready"].at[w])
         rows = self.masks.rows(refs, b, start, block_q)
         lo, _, _, hi = row
-        step = self._step(refs, s, q_smem, rows, b, lo, hi)
+        step = self._step(refs, s, q_smem, rows, b, lo, hi, scrub)
         carry = (zeros((block_q, D)), *self._start(refs, b, h))
 
         def meet() -> None:
@@ -273,6 +285,7 @@ class _Forward:
         pl.when(w == 1)(meet)
         acc, m, l = self.runs.loop(row, step, carry)
         pl.when(w == 0)(meet)
+        testify(s, w, acc)
 
         empty = l == 0.0
         acc *= across(jnp.where(empty, 0.0, 1.0 / l), acc.shape, 0)
@@ -282,7 +295,7 @@ class _Forward:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, out_ref.at[b, pl.ds(start, block_q), h])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, h, pl.ds(start, block_q)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not self.masks.mixed)  # another attempt writes there again
 
     def _start(self, refs, b, h) -> tuple[jax.Array, jax.Array]:
         """Running maximum (base 2) and sum: a head's sinks count once, here."""
@@ -294,7 +307,7 @@ class _Forward:
         m = jnp.maximum(m, sink)
         return m, jnp.exp2(sink - m)
 
-    def _step(self, refs, s, q_smem, rows, b, lo, hi) -> Callable[..., Any]:
+    def _step(self, refs, s, q_smem, rows, b, lo, hi, scrub) -> Callable[..., Any]:
         c, D = self.config, self.dims.D
         shape = (c.block_q, c.block_k)
         turn = s["turn"]
@@ -321,19 +334,18 @@ class _Forward:
             p = jnp.exp2(x * factor - across(top, shape, 0))
             acc *= across(decay, acc.shape, 0)
             l *= decay
-            scrubbed = masked and self.masks.mixed
-            if scrubbed and keep is not None:
-                plgpu.barrier_wait(s["v_ready"].at[slot])
-                flag = across(load(s["v_flag"].at[slot], COL), shape, 1)
-                p16 = jnp.where(keep, p + flag, 0.0).astype(self.dtype)
+            mixed = masked and self.masks.mixed
+            if mixed and keep is not None:
+                pl.when(scrub)(partial(plgpu.barrier_wait, s["v_ready"].at[slot]))
+                p16 = jnp.where(keep, p + across(flags(s, slot, c.block_k, scrub), shape, 1), 0.0).astype(self.dtype)
             else:
                 p16 = p.astype(self.dtype)
             if D <= 128:  # registers allow the row sums before the turn changes; at 256 they would spill
                 l += p.sum(axis=1)
                 acc, l, top, p16 = lax.optimization_barrier((acc, l, top, p16))
             plgpu.barrier_arrive(turn)
-            if not scrubbed:
-                plgpu.barrier_wait(s["v_ready"].at[slot])
+            ready = partial(plgpu.barrier_wait, s["v_ready"].at[slot])
+            pl.when(jnp.logical_not(scrub))(ready) if mixed else ready()
             plgpu.barrier_wait(turn)
             if D > 128:
                 l += p.sum(axis=1)

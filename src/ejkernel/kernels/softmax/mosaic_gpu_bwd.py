@@ -20,6 +20,7 @@ two stages of queries and dout (128 KB), two buffers of weights (16 KB).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,13 +39,20 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     Masks,
     Runs,
     across,
+    attempts,
     batch_index,
+    drain,
     eights,
     fetch,
+    flags,
+    flags_of,
+    judge,
     launch,
     load,
     masked_block,
+    retry_scratch,
     take_registers,
+    testify,
     tile_ref,
 )
 from ejkernel.kernels.softmax.spec import Dimensions, dimensions
@@ -94,7 +102,6 @@ def _dq(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, 
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch=kernel.scratch(),
         grid=(dims.B, dims.H, -(-dims.T // 128)),
-        threads=3,
         name="softmax_dq",
     )(*tensors, runs.operands() | masks.arrays(call, "q", 128, config.dq_block_k))
 
@@ -112,7 +119,6 @@ def _dkv(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)),
         scratch=kernel.scratch(),
         grid=(dims.B, dims.Hkv, -(-dims.S // keys)),
-        threads=3,
         name="softmax_dkv",
     )(*tensors, runs.operands() | masks.arrays(call, "k", keys, config.dkv_block_q))
 
@@ -136,6 +142,15 @@ class _Gradient:
             p = jnp.where(keep, p, 0.0)
         return p, None if t is None else 1.0 - t * t
 
+    def _store(self, *results: tuple[jax.Array, Any, Any]) -> None:
+        """Write (gradient, shared memory to pass through, where to)."""
+        for gradient, smem, _ in results:
+            smem[...] = gradient.astype(self.dtype)
+        plgpu.commit_smem()
+        for _, smem, target in results:
+            plgpu.copy_smem_to_gmem(smem, target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not self.masks.mixed)  # another attempt writes there again
+
 
 def _logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
     ds = p * (dp - delta)
@@ -149,8 +164,7 @@ class _QueryGradient(_Gradient):
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        flags = {"k_flag": plgpu.SMEM((c.dq_slots, c.dq_block_k), jnp.float32), "raw": plgpu.Barrier()}
-        return (flags if self.masks.mixed else {}) | {
+        return retry_scratch(self.masks, 64, c.dq_slots, c.dq_block_k) | {
             "q_smem": tile_ref((2, 64, D), self.dtype),
             "do_smem": tile_ref((2, 64, D), self.dtype),
             "kv_smem": tile_ref((c.dq_slots, c.dq_block_k, D), self.dtype),
@@ -166,9 +180,7 @@ class _QueryGradient(_Gradient):
             i = -(-self.dims.T // 128) - 1 - i  # under a causal mask the last tile works longest
         row = self.runs.row(refs, b, h, i)
 
-        @pl.when(w < 2)
-        def _compute() -> None:
-            take_registers("compute", self.masks)
+        def compute(scrub) -> None:
             start = i * 128 + w * 64
             own = pl.ds(start, 64)
             for source, target in ((q_ref, s["q_smem"]), (do_ref, s["do_smem"])):
@@ -178,21 +190,25 @@ class _QueryGradient(_Gradient):
             plgpu.barrier_wait(s["own_ready"].at[w])
 
             def sum_up(dq_acc):
-                self.runs.loop(row, self._step(refs, s, dq_acc, (w, b, row[0]), rows, lse, delta), jnp.int32(0))
+                step = self._step(refs, s, dq_acc, (w, b, row[0]), rows, lse, delta, scrub)
+                self.runs.loop(row, step, jnp.int32(0))
                 return dq_acc[...]
 
             dq = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
-            s["q_smem"].at[w][...] = (dq * self.logits.factor).astype(self.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s["q_smem"].at[w], dq_ref.at[b, own, h])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            testify(s, w, dq)
+            self._store((dq * self.logits.factor, s["q_smem"].at[w], dq_ref.at[b, own, h]))
+
+        @pl.when(w < 2)
+        def _compute() -> None:
+            take_registers("compute", self.masks)
+            attempts(s, compute)
 
         @pl.when(w == 2)
         def _copy() -> None:
             take_registers("copy", self.masks)
-            self._copy(k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row)
+            attempts(s, partial(self._copy, k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row))
 
-    def _copy(self, k_ref, v_ref, s, b, h_kv, row) -> None:
+    def _copy(self, k_ref, v_ref, s, b, h_kv, row, scrub) -> None:
         lo, _, _, hi = row
         block, slots = self.config.dq_block_k, self.config.dq_slots
 
@@ -203,12 +219,15 @@ class _QueryGradient(_Gradient):
                 slot = lax.rem(t, jnp.int32(slots))
                 at = (batch_index(source, b), pl.ds((lo + n) * block, block), h_kv)
                 pl.when(t >= slots)(lambda slot=slot: plgpu.barrier_wait(s["free"].at[slot]))
-                scrub = ()
+                how = ()
                 if self.masks.mixed and source is k_ref:
-                    scrub = (masked_block(row, lo + n), s["raw"], s["k_flag"].at[slot])
-                fetch(source.at[at], s["kv_smem"].at[slot], s["ready"].at[slot], *scrub)
+                    how = (jnp.logical_and(scrub, masked_block(row, lo + n)), s["raw"], flags_of(s, slot, block))
+                fetch(source.at[at], s["kv_smem"].at[slot], s["ready"].at[slot], *how)
 
-    def _step(self, refs, s, dq_acc, place, rows, lse, delta) -> Callable[..., Any]:
+        drain(s["free"], slots, 2 * (hi - lo))
+        judge(s, 64)
+
+    def _step(self, refs, s, dq_acc, place, rows, lse, delta, scrub) -> Callable[..., Any]:
         w, b, lo = place
         block, slots = self.config.dq_block_k, self.config.dq_slots
         shape = (64, block)
@@ -226,7 +245,7 @@ class _QueryGradient(_Gradient):
                 keep = self.masks.keep(refs, rows, b, i * block, shape) if masked else None
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
-                    x += across(load(s["k_flag"].at[k_slot], COL), shape, 1)
+                    x += across(flags(s, k_slot, block, scrub), shape, 1)
                 p, slope = self.weights(x, across(lse, shape, 0), keep)
                 dp = dp_acc[...]
                 plgpu.barrier_arrive(s["free"].at[v_slot])
@@ -246,9 +265,7 @@ class _KeyGradients(_Gradient):
 
     def _scratch(self, keys: tuple[int, ...]) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        flag = plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32)
-        flags = {"q_flag": flag, "do_flag": flag, "raw": plgpu.Barrier()}
-        return (flags if self.masks.mixed else {}) | {
+        return retry_scratch(self.masks, 64, 2 * c.dkv_stages, c.dkv_block_q) | {
             "k_smem": tile_ref((*keys, D), self.dtype),
             "v_smem": tile_ref((*keys, D), self.dtype),
             "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
@@ -260,17 +277,17 @@ class _KeyGradients(_Gradient):
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
         }
 
-    def _over_heads(self, refs, b, h_kv, i, visit: Callable[..., Any]) -> None:
-        """visit(head, row, steps so far) -> steps so far, for each query head of the group."""
+    def _over_heads(self, refs, b, h_kv, i, visit: Callable[..., Any]) -> Any:
+        """visit(head, row, steps so far) -> steps so far, for each query head of the group; steps in all."""
         G = self.dims.G
 
         def one(g, steps):
             h = h_kv * G + g
             return visit(h, self.runs.row(refs, b, h, i), steps)
 
-        lax.fori_loop(0, G, one, jnp.int32(0)) if G > 1 else one(0, jnp.int32(0))
+        return lax.fori_loop(0, G, one, jnp.int32(0)) if G > 1 else one(0, jnp.int32(0))
 
-    def _copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i) -> None:
+    def _copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i, scrub) -> None:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
 
         def visit(h, row, steps):
@@ -280,29 +297,32 @@ class _KeyGradients(_Gradient):
                 slot = lax.rem(t, jnp.int32(stages))
                 rows = pl.ds(n * block, block)
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
-                for name, tile, statistic in (("q", q_ref, lse_ref), ("do", do_ref, delta_ref)):
+                for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
                     ready = s[f"{name}_ready"].at[slot]
                     smem = s["lse_smem" if name == "q" else "delta_smem"]
                     plgpu.copy_gmem_to_smem(statistic.at[b, h, rows], smem.at[slot], ready)
-                    scrub = ()
+                    how = ()
                     if self.masks.mixed:
-                        scrub = (masked_block(row, n), s["raw"], s[f"{name}_flag"].at[slot])
-                    fetch(tile.at[b, rows, h], s[f"{name}_smem"].at[slot], ready, *scrub)
+                        flag = flags_of(s, n_flag * stages + slot, block)
+                        how = (jnp.logical_and(scrub, masked_block(row, n)), s["raw"], flag)
+                    fetch(tile.at[b, rows, h], s[f"{name}_smem"].at[slot], ready, *how)
                 return t + 1
 
             return lax.fori_loop(lo, hi, copy, steps)
 
-        self._over_heads(refs, b, h_kv, i, visit)
+        drain(s["free"], stages, self._over_heads(refs, b, h_kv, i, visit))
+        judge(s, 64)
 
-    def _log_sums(self, s, slot, shape: tuple[int, int], masked: bool) -> jax.Array:
+    def _log_sums(self, s, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
         """The base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
         lse = load(s["lse_smem"].at[slot], COL)
         if masked and self.masks.mixed:
-            lse += load(s["q_flag"].at[slot], COL) + load(s["do_flag"].at[slot], COL)
+            for flag in (slot, self.config.dkv_stages + slot):
+                lse += flags(s, flag, shape[1], scrub)
         return across(lse, shape, 1)
 
-    def _loop(self, refs, b, h_kv, i, step: Callable[..., Any]) -> None:
-        self._over_heads(refs, b, h_kv, i, lambda h, row, steps: self.runs.loop(row, step, steps))
+    def _loop(self, refs, b, h_kv, i, step: Callable[..., Any]) -> Any:
+        return self._over_heads(refs, b, h_kv, i, lambda h, row, steps: self.runs.loop(row, step, steps))
 
 
 class _KeyGradient(_KeyGradients):
@@ -316,9 +336,7 @@ class _KeyGradient(_KeyGradients):
         i = lax.axis_index("tile")
         D = self.dims.D
 
-        @pl.when(w < 2)
-        def _compute() -> None:
-            take_registers("compute", self.masks)
+        def compute(scrub) -> None:
             start = i * 128 + w * 64
             own = (pl.ds(start, 64), h_kv)
             for source, target in ((k_ref, s["k_smem"]), (v_ref, s["v_smem"])):
@@ -327,24 +345,28 @@ class _KeyGradient(_KeyGradients):
             plgpu.barrier_wait(s["own_ready"].at[w])
 
             def sum_up(dk_acc, dv_acc):
-                self._loop(refs, b, h_kv, i, self._step(refs, s, dk_acc, dv_acc, w, b, rows))
+                self._loop(refs, b, h_kv, i, self._step(refs, s, dk_acc, dv_acc, w, b, rows, scrub))
                 return dk_acc[...], dv_acc[...]
 
             acc = plgpu.ACC((64, D), jnp.float32)
             dk, dv = pl.run_scoped(sum_up, acc, acc)
-            s["k_smem"].at[w][...] = (dk * self.logits.factor).astype(self.dtype)
-            s["v_smem"].at[w][...] = dv.astype(self.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s["k_smem"].at[w], dk_ref.at[b, *own])
-            plgpu.copy_smem_to_gmem(s["v_smem"].at[w], dv_ref.at[b, *own])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            testify(s, w, dk, dv)
+            self._store(
+                (dk * self.logits.factor, s["k_smem"].at[w], dk_ref.at[b, *own]),
+                (dv, s["v_smem"].at[w], dv_ref.at[b, *own]),
+            )
+
+        @pl.when(w < 2)
+        def _compute() -> None:
+            take_registers("compute", self.masks)
+            attempts(s, compute)
 
         @pl.when(w == 2)
         def _copy() -> None:
             take_registers("copy", self.masks)
-            self._copy(q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i)
+            attempts(s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i))
 
-    def _step(self, refs, s, dk_acc, dv_acc, w, b, rows) -> Callable[..., Any]:
+    def _step(self, refs, s, dk_acc, dv_acc, w, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)  # keys by queries
 
@@ -358,7 +380,7 @@ class _KeyGradient(_KeyGradients):
                 plgpu.barrier_wait(s["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, s["v_smem"].at[w], do_smem.T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
-                lse = self._log_sums(s, slot, shape, masked)
+                lse = self._log_sums(s, slot, shape, masked, scrub)
                 p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse, keep)
                 dp = dp_acc[...]
                 delta = across(load(s["delta_smem"].at[slot], COL), shape, 1)
@@ -390,32 +412,38 @@ class _SplitKeyGradient(_KeyGradients):
         i = lax.axis_index("tile")
         own = (pl.ds(i * 64, 64), h_kv)
 
-        def compute(index, source, smem, target, step, factor) -> None:
+        def compute(index, source, smem, target, step, factor, scrub) -> None:
             """One gradient: `smem` holds the keys or values only this warpgroup reads, and at the end the result."""
-            take_registers("compute", self.masks)
             plgpu.copy_gmem_to_smem(source.at[batch_index(source, b), *own], smem, s["own_ready"].at[index])
             rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {}
             plgpu.barrier_wait(s["own_ready"].at[index])
 
             def sum_up(acc):
-                self._loop(refs, b, h_kv, i, step(refs, s, acc, b, rows))
+                steps = self._loop(refs, b, h_kv, i, step(refs, s, acc, b, rows, scrub))
+                if index == 0:
+                    drain(s["p_free"], 2, steps)
                 return acc[...]
 
             gradient = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
-            smem[...] = (gradient * factor).astype(self.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem, target.at[b, *own])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            testify(s, index, gradient)
+            self._store((gradient * factor, smem, target.at[b, *own]))
 
-        pl.when(w == 0)(lambda: compute(0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0))
-        pl.when(w == 1)(lambda: compute(1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor))
+        @pl.when(w == 0)
+        def _values() -> None:
+            take_registers("compute", self.masks)
+            attempts(s, partial(compute, 0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0))
+
+        @pl.when(w == 1)
+        def _keys() -> None:
+            take_registers("compute", self.masks)
+            attempts(s, partial(compute, 1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor))
 
         @pl.when(w == 2)
         def _copy() -> None:
             take_registers("copy", self.masks)
-            self._copy(q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i)
+            attempts(s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i))
 
-    def _value_step(self, refs, s, dv_acc, b, rows) -> Callable[..., Any]:
+    def _value_step(self, refs, s, dv_acc, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)
 
@@ -427,7 +455,7 @@ class _SplitKeyGradient(_KeyGradients):
                 plgpu.wgmma(s_acc, s["k_smem"], s["q_smem"].at[slot].T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
                 plgpu.barrier_wait(s["do_ready"].at[slot])
-                p, slope = self.weights(s_acc[...], self._log_sums(s, slot, shape, masked), keep)
+                p, slope = self.weights(s_acc[...], self._log_sums(s, slot, shape, masked, scrub), keep)
                 if slope is None:
                     return p, p
                 # the slope of a masked pair may be nan
@@ -444,7 +472,7 @@ class _SplitKeyGradient(_KeyGradients):
 
         return step
 
-    def _key_step(self, refs, s, dk_acc, b, rows) -> Callable[..., Any]:
+    def _key_step(self, refs, s, dk_acc, b, rows, scrub) -> Callable[..., Any]:
         stages = self.config.dkv_stages
         shape = (64, self.config.dkv_block_q)
 

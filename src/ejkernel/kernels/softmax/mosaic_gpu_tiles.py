@@ -239,23 +239,87 @@ def take_registers(role: Literal["compute", "copy"], masks: Masks) -> None:
         plgpu.set_max_registers(copy, action="decrease")
 
 
+def retry_scratch(masks: Masks, rows: int, flags: int, columns: int) -> dict[str, Any]:
+    """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
+
+    `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
+    of each compute warpgroup's rows, the verdict, and the flags of scrubbed tiles.
+    """
+    if not masks.mixed:
+        return {}
+    return {
+        "marks": plgpu.SMEM((3 + flags, max(rows, columns)), jnp.bfloat16),
+        "judged": plgpu.Barrier(num_arrivals=2),
+        "verdict": plgpu.Barrier(),
+        "raw": plgpu.Barrier(),
+    }
+
+
+def nans_of(s: dict[str, Any], w: Any, rows: int) -> Any:
+    return s["marks"].at[w, pl.ds(0, rows)]
+
+
+def flags_of(s: dict[str, Any], slot: Any, columns: int) -> Any:
+    return s["marks"].at[3 + slot, pl.ds(0, columns)]
+
+
+def attempts(s: dict[str, Any], attempt: Callable[[Any], None]) -> None:
+    """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
+
+    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
+    tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All three
+    warpgroups run this loop and read the same verdict.
+    """
+    if "verdict" not in s:
+        attempt(False)
+        return
+
+    @pl.loop(0, 2)
+    def _attempt(n):
+        pl.when(n == 1)(lambda: plgpu.barrier_wait(s["verdict"]))
+        pl.when(jnp.logical_or(n == 0, s["marks"][2, 0].astype(jnp.float32) != 0.0))(lambda: attempt(n == 1))
+
+
+def drain(free: Any, slots: int, uses: Any) -> None:
+    """Wait until the slots of a ring that was used so often are free, so that another attempt finds them so."""
+    for slot in range(slots):
+        pl.when(uses > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+
+def testify(s: dict[str, Any], w: Any, *sums: jax.Array) -> None:
+    """Let the judge know whether this compute warpgroup's results hold a nan."""
+    if "verdict" in s:
+        nought = [(x * 0.0).sum(axis=1) for x in sums]  # nan for nan and infinities
+        nans_of(s, w, sums[0].shape[0])[...] = sum(nought[1:], nought[0]).astype(jnp.bfloat16)
+        plgpu.barrier_arrive(s["judged"])
+
+
+def judge(s: dict[str, Any], rows: int) -> None:
+    """The copying warpgroup's part: only one may reduce to a scalar, since Mosaic's scratch for it is shared."""
+    if "verdict" in s:
+        plgpu.barrier_wait(s["judged"])
+        nought = sum(load(nans_of(s, w, rows), ROW).astype(jnp.float32) for w in range(2))
+        s["marks"][2, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
+        plgpu.barrier_arrive(s["verdict"])
+
+
 def masked_block(row: tuple[Any, ...], i: Any) -> jax.Array:
     """Whether block i of a schedule row lies outside the unmasked run."""
     _, full_lo, full_hi, _ = row
     return jnp.logical_or(i < full_lo, i >= full_hi)
 
 
-def fetch(source: Any, target: Any, ready: Any, masked: Any = None, raw: Any = None, flag: Any = None) -> None:
-    """Copy a tile that is about to be summed over its rows; in a masked block, scrub it before anyone reads it."""
+def fetch(source: Any, target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:
+    """Copy a tile that is about to be summed over its rows; scrub it, if asked, before anyone reads it."""
     if flag is None:
         plgpu.copy_gmem_to_smem(source, target, ready)
         return
 
-    @pl.when(jnp.logical_not(masked))
+    @pl.when(jnp.logical_not(scrub))
     def _plain() -> None:
         plgpu.copy_gmem_to_smem(source, target, ready)
 
-    @pl.when(masked)
+    @pl.when(scrub)
     def _scrubbed() -> None:
         plgpu.copy_gmem_to_smem(source, target, raw)
         plgpu.barrier_wait(raw)
@@ -267,8 +331,7 @@ def fetch(source: Any, target: Any, ready: Any, masked: Any = None, raw: Any = N
 def _scrub(tile: Any, flag: Any) -> None:
     """Zero what is not finite in a tile, and set its rows' flags: nan there, else 0.
 
-    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. A row that may see it
-    gets its nan back by the flag, which is added to its weights (or their logits) before they are masked.
+    A row that may see it gets its nan back by the flag, added to its weights (or their logits) before they are masked.
     """
     rows, D = tile.shape
     width = 64 if D % 64 == 0 else 32
@@ -280,7 +343,13 @@ def _scrub(tile: Any, flag: Any) -> None:
             nought = x.astype(jnp.float32) * 0.0  # nan for nan and infinities
             total += nought.sum(axis=1)
             part[...] = jnp.where(nought == 0.0, x, jnp.zeros_like(x))
-        flag.at[pl.ds(r, 64)][...] = total
+        flag.at[pl.ds(r, 64)][...] = total.astype(jnp.bfloat16)
+
+
+def flags(s: dict[str, Any], slot: Any, columns: int, scrub: Any) -> jax.Array:
+    """The column flags of a scrubbed tile; zeros where nothing was scrubbed."""
+    nought, marks = zeros((columns,), COL), load(flags_of(s, slot, columns), COL)
+    return jnp.where(nought + scrub.astype(jnp.float32) > 0.0, marks.astype(jnp.float32), nought)
 
 
 def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:
@@ -301,7 +370,6 @@ def launch(
     out_type: Any,
     scratch: dict[str, Any],
     grid: tuple[int, int, int],
-    threads: int,
     name: str,
 ) -> Callable[..., Any]:
     """A kernel over (batch, head, tile), the tile fastest."""
@@ -317,9 +385,9 @@ def launch(
         scratch_types=list(scratch.values()),
         grid=grid,
         grid_names=("batch", "head", "tile"),
-        num_threads=threads,
+        num_threads=3,
         thread_name="warpgroup",
-        # no reduction crosses warps here, so none needs Mosaic's scratch: D256 has no shared memory to spare
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=lowering, reduction_scratch_bytes=0),
+        # one reduction crosses warps, the judge's: 4 numbers; D256 has no shared memory to spare
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=lowering, reduction_scratch_bytes=16),
         kernel_name=name,
     )
