@@ -12,7 +12,7 @@ from ejkernel.kernels.softmax import cudnn, xla
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION, bucket
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
-from ejkernel.ops import TunedConfigs, explain, use_config
+from ejkernel.ops import TunedConfigs, explain, interpret, use_config
 from ejkernel.ops import config as configs
 from ejkernel.ops.cache import shipped_file, user_file
 
@@ -198,6 +198,24 @@ def test_the_nearest_measured_shape_orders_the_platforms(users, shipped):
     assert told.reason == f"fastest measured at {near}, the nearest to {BUCKET}: xla 1 us, cudnn 2 us"
     compared(32, 4.0, 5.0).save(shipped)
     assert explain(flash_attention, Q, Q, Q).reason == f"fastest measured for {BUCKET}: xla 4 us, cudnn 5 us"
+
+
+def test_training_may_be_faster_elsewhere(users):
+    """One platform for a forward, another where a gradient is asked for; both are explained, and both run."""
+    where = "flash_attention", BUCKET
+    (TunedConfigs().add(*where, "xla", None, 1.0, 5.0).add(*where, "triton", None, 2.0, 4.0)).save(users)
+
+    def launches(function):
+        return str(jax.make_jaxpr(function)(Q)).count("triton")
+
+    with interpret():
+        told = explain(flash_attention, Q, Q, Q)
+        assert told.platform == "xla" and told.training.platform == "triton"
+        assert "with a gradient: triton (fastest measured" in str(told) and "triton 4 us, xla 5 us" in str(told)
+        assert launches(lambda q: flash_attention(q, Q, Q)) == 0
+        assert launches(jax.grad(lambda q: flash_attention(q, Q, Q).sum())) > 0
+        assert explain(flash_attention, Q, Q, Q, platform="xla").training is None
+    assert explain(flash_attention, Q, Q, Q).training is None  # no Triton without the interpreter
 
 
 def test_a_time_says_nothing_about_configs(users):

@@ -191,6 +191,9 @@ def _print_explanation(console: Console, answer: "Explanation", forced: str | No
         chosen = f"[green]{answer.platform}[/] ({answer.reason})"
         console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: {chosen}")
         console.print(f"config: {answer.config} (from {answer.config_source})", markup=False)
+        if (other := answer.training) is not None:
+            console.print(f"with a gradient: [green]{other.platform}[/] ({other.reason})")
+            console.print(f"config: {other.config} (from {other.config_source})", markup=False)
     table = _table("platform", "why not")
     for platform, reasons in answer.refusals.items():
         table.add_row(platform, "\n".join(f"- {reason}" for reason in reasons))

@@ -11,10 +11,9 @@ from typing import Any
 
 SCHEMA = 1
 
-# operation -> bucket -> platform -> {"config": {...}, "microseconds": float}
+# operation -> bucket -> platform -> {"config": {...}, "microseconds": float, "training": float}
 # config: None where the default one was measured
-# microseconds: of a forward, plus of a forward and a backward where there is one, since whoever chooses a platform
-# cannot know which of them a call is for
+# microseconds: of a forward; training: of a forward and a backward, where there is one and it was measured
 Entries = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
 # per size: how platforms compare further away than that is not known
@@ -87,9 +86,17 @@ class TunedConfigs:
         return TunedConfigs(merged)
 
     def add(
-        self, operation: str, bucket: str, platform: str, config: dict[str, Any] | None, microseconds: float
+        self,
+        operation: str,
+        bucket: str,
+        platform: str,
+        config: dict[str, Any] | None,
+        microseconds: float,
+        training: float | None = None,
     ) -> "TunedConfigs":
-        entry = {"config": config, "microseconds": microseconds}
+        entry: dict[str, Any] = {"config": config, "microseconds": microseconds}
+        if training is not None:
+            entry["training"] = training
         return self | TunedConfigs({operation: {bucket: {platform: entry}}})
 
     def find(self, operation: str, bucket: str, platform: str) -> dict[str, Any] | None:
@@ -97,14 +104,15 @@ class TunedConfigs:
         entry = self.entries.get(operation, {}).get(bucket, {}).get(platform)
         return None if entry is None else entry["config"]
 
-    def times(self, operation: str, bucket: str) -> dict[str, float]:
-        """Measured microseconds by platform."""
+    def times(self, operation: str, bucket: str, training: bool = False) -> dict[str, float]:
+        """Measured microseconds by platform, of a forward, or of a forward and a backward."""
         platforms = self.entries.get(operation, {}).get(bucket, {})
-        return {platform: entry["microseconds"] for platform, entry in platforms.items()}
+        field = "training" if training else "microseconds"
+        return {platform: entry[field] for platform, entry in platforms.items() if field in entry}
 
-    def nearest(self, operation: str, bucket: str) -> tuple[int, str] | None:
+    def nearest(self, operation: str, bucket: str, training: bool = False) -> tuple[int, str] | None:
         """The nearest bucket for which at least two platforms were measured, after the doublings to it."""
-        compared = [name for name, platforms in self.entries.get(operation, {}).items() if len(platforms) > 1]
+        compared = [name for name in self.entries.get(operation, {}) if len(self.times(operation, name, training)) > 1]
         near = [(apart, name) for name in compared if (apart := doublings(bucket, name)) is not None]
         return min(near, default=None)
 
@@ -142,6 +150,7 @@ def _checked(document: Any) -> Entries:
         isinstance(entry, dict)
         and isinstance(entry.get("config", ""), dict | None)
         and isinstance(entry.get("microseconds"), int | float)
+        and isinstance(entry.get("training", 0.0), int | float)
         for buckets in entries.values()
         if isinstance(buckets, dict) or _malformed()
         for platforms in buckets.values()

@@ -47,7 +47,10 @@ def interpreting() -> bool:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run, with which config, and why the other platforms would not."""
+    """What would run, with which config, and why the other platforms would not.
+
+    `training` says the same for a call whose gradient is asked for, where that is another platform.
+    """
 
     operation: str
     target: Target
@@ -56,11 +59,15 @@ class Explanation:
     config_source: str | None
     reason: str
     refusals: dict[str, list[str]]
+    training: "Explanation | None" = None
 
     def __str__(self) -> str:
         lines = [f"{self.operation} on {self.target.kind}: {self.platform or 'nothing can run this'} ({self.reason})"]
         if self.platform is not None:
             lines.append(f"  config: {self.config} (from {self.config_source})")
+        if (other := self.training) is not None:
+            lines.append(f"  with a gradient: {other.platform} ({other.reason})")
+            lines.append(f"  config: {other.config} (from {other.config_source})")
         for platform, reasons in self.refusals.items():
             lines += [f"  not {platform}: {reason}" for reason in reasons]
         return "\n".join(lines)
@@ -155,10 +162,10 @@ def _config_refusals(operation: Operation, implementation: Any, platform: str, c
     return [] if given is None else check(call, given[0])
 
 
-def _candidates(operation: Operation, call: Call) -> tuple[list[str], str]:
+def _candidates(operation: Operation, call: Call, training: bool) -> tuple[list[str], str]:
     """Platforms in the order auto tries them, and where the order came from."""
     order = list(operation.preference.get(call.target.backend, ("xla",)))
-    bucket, times = configs.measured_times(operation, call)
+    bucket, times = configs.measured_times(operation, call, training)
     if times:
         fastest = sorted((p for p in times if p in PLATFORMS), key=lambda p: times[p])
         order = fastest + [p for p in order if p not in times]
@@ -173,9 +180,23 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
     """The plan for a call, and the explanation of the choice."""
     if platform not in (None, "auto", *PLATFORMS):
         raise ValueError(f"platform {platform!r} is unknown; use None, 'auto', {', '.join(map(repr, PLATFORMS))}")
-    forced = platform not in (None, "auto")
-    order, reason = ([str(platform)], "forced by platform=") if forced else _candidates(operation, call)
     refused = {p: refusals(operation, p, call, cfg) for p in PLATFORMS}
+    if platform not in (None, "auto"):
+        return _choose_from([str(platform)], "forced by platform=", operation, call, cfg, refused)
+    plan, explanation = _choose_from(*_candidates(operation, call, training=False), operation, call, cfg, refused)
+    if plan is None or not operation.differentiable:
+        return plan, explanation
+    # whether a gradient is asked for shows only when the call is traced, so the plan holds an answer for both
+    training, why = _choose_from(*_candidates(operation, call, training=True), operation, call, cfg, refused)
+    if training is None or why.platform == explanation.platform:
+        return plan, explanation
+    return replace(plan, training=training), replace(explanation, training=why)
+
+
+def _choose_from(
+    order: list[str], reason: str, operation: Operation, call: Call, cfg: Any, refused: dict[str, list[str]]
+) -> tuple[Plan | None, Explanation]:
+    """The plan of the first platform that can."""
     chosen = next((p for p in order if not refused[p]), None)
     refused = {p: reasons for p, reasons in refused.items() if reasons}
     if chosen is None:

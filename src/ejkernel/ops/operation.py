@@ -101,6 +101,10 @@ class Operation:
         entry = self.implementations.get(platform)
         return entry if entry is None or isinstance(entry, str) else entry.get(backend)
 
+    @property
+    def differentiable(self) -> bool:
+        return any(dims.grad for dims in self.arrays.values())
+
     def load(self, platform: str, backend: str) -> Implementation:
         path = self.path(platform, backend)
         if path is None:
@@ -134,13 +138,17 @@ def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operatio
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about one execution: hashable, so that it can key traces."""
+    """Everything static about one execution: hashable, so that it can key traces.
+
+    `training` is the plan that takes over where a gradient is asked for, if another one is faster there.
+    """
 
     operation: Operation
     implementation: Any
     config: Hashable
     spec: Hashable
     target: Target
+    training: "Plan | None" = None
 
     def call(self, arrays: Arrays) -> Call:
         return Call(self.spec, arrays, self.target)

@@ -80,8 +80,8 @@ def median_seconds(function: Any, *args: Any, repeats: int = REPEATS) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _measure(operation: Operation, implementation: Any, call: Call, config: Any, arrays: Arrays) -> float:
-    """Seconds of a forward, plus of a forward and a backward where there is one, with that config."""
+def _measure(operation: Operation, implementation: Any, call: Call, config: Any, arrays: Arrays) -> tuple[float, ...]:
+    """Seconds of a forward, and of a forward and a backward where there is one, with that config."""
     from ejkernel.ops.autodiff import execute
     from ejkernel.ops.operation import Plan
 
@@ -93,7 +93,7 @@ def _measure(operation: Operation, implementation: Any, call: Call, config: Any,
         return sum(x.astype(jnp.float32).sum() for x in outputs.values() if jnp.issubdtype(x.dtype, jnp.floating))
 
     steps = [jax.jit(loss), jax.jit(jax.grad(loss))] if trained else [jax.jit(loss)]
-    return sum(median_seconds(step, {n: arrays[n] for n in trained}) for step in steps)
+    return tuple(median_seconds(step, {n: arrays[n] for n in trained}) for step in steps)
 
 
 def tune(operation: Operation, implementation: Any, platform: str, call: Call) -> Any:
@@ -115,11 +115,12 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
             }
     finally:
         _SESSION.reset(token)
-    best = min(times, key=times.__getitem__)
+    best = min(times, key=lambda config: sum(times[config]))
     session.done[key] = best
     if session.save:
         fields = dataclasses.asdict(best)
-        TunedConfigs().add(*key[:2], platform, fields, times[best] * 1e6).save(user_file(call.target.kind))
+        microseconds = [seconds * 1e6 for seconds in times[best]]
+        TunedConfigs().add(*key[:2], platform, fields, *microseconds).save(user_file(call.target.kind))
     return best
 
 

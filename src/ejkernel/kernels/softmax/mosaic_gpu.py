@@ -30,6 +30,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     Runs,
     across,
     attempts,
+    await_stores,
     batch_index,
     drain,
     eights,
@@ -83,9 +84,9 @@ class Config:
     semantics: Literal["warpgroup", "lane"] = "warpgroup"
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k", "dq_block_k", "dkv_block_q"):
-            if (size := getattr(self, name)) < 64 or size % 64:
-                raise ValueError(f"{name}={size} must be a positive multiple of 64")
+        for name, step in (("block_q", 64), ("block_k", 16), ("dq_block_k", 64), ("dkv_block_q", 64)):
+            if (size := getattr(self, name)) < step or size % step:
+                raise ValueError(f"{name}={size} must be a positive multiple of {step}")
         for name, least in (("stages", 2), ("dq_slots", 3), ("dkv_stages", 1)):
             if (count := getattr(self, name)) < least:
                 raise ValueError(f"{name}={count} must be at least {least}")
@@ -135,6 +136,18 @@ def unsupported(call: Call) -> list[str]:
         reasons.append(f"logits are computed in float32, not {spec.logits_dtype}")
     if spec.precision not in (None, lax.Precision.DEFAULT):
         reasons.append(f"precision {spec.precision} is not implemented: one tensor-core pass, f32 accumulation")
+    return reasons
+
+
+def unsupported_config(call: Call, config: Config) -> list[str]:
+    """Why a config does not fit the call."""
+    reasons = [
+        f"its {kernel} kernel needs {size} bytes of shared memory, of {SMEM_BYTES}"
+        for kernel, size in config.shared_bytes(dimensions(call).D).items()
+        if size > SMEM_BYTES
+    ]
+    if config.block_k % 64 and Masks.of(call, "q").mixed:
+        reasons.append(f"block_k={config.block_k} must be a multiple of 64 for a masked call")
     return reasons
 
 
@@ -269,6 +282,7 @@ class _Forward:
         block_q, D = self.config.block_q, self.dims.D
         q_smem, turn = s["q_smem"].at[w], s["turn"]
         start = (2 * i + w) * block_q
+        await_stores(scrub)
         plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds(start, block_q), h], q_smem, s["q_ready"].at[w])
         rows = self.masks.rows(refs, b, start, block_q)
         lo, _, _, hi = row
@@ -295,7 +309,7 @@ class _Forward:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, out_ref.at[b, pl.ds(start, block_q), h])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, h, pl.ds(start, block_q)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=not self.masks.mixed)  # another attempt writes there again
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _start(self, refs, b, h) -> tuple[jax.Array, jax.Array]:
         """Running maximum (base 2) and sum: a head's sinks count once, here."""

@@ -40,6 +40,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     Runs,
     across,
     attempts,
+    await_stores,
     batch_index,
     drain,
     eights,
@@ -149,7 +150,7 @@ class _Gradient:
         plgpu.commit_smem()
         for _, smem, target in results:
             plgpu.copy_smem_to_gmem(smem, target)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=not self.masks.mixed)  # another attempt writes there again
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
@@ -181,6 +182,7 @@ class _QueryGradient(_Gradient):
         row = self.runs.row(refs, b, h, i)
 
         def compute(scrub) -> None:
+            await_stores(scrub)
             start = i * 128 + w * 64
             own = pl.ds(start, 64)
             for source, target in ((q_ref, s["q_smem"]), (do_ref, s["do_smem"])):
@@ -337,6 +339,7 @@ class _KeyGradient(_KeyGradients):
         D = self.dims.D
 
         def compute(scrub) -> None:
+            await_stores(scrub)
             start = i * 128 + w * 64
             own = (pl.ds(start, 64), h_kv)
             for source, target in ((k_ref, s["k_smem"]), (v_ref, s["v_smem"])):
@@ -414,6 +417,7 @@ class _SplitKeyGradient(_KeyGradients):
 
         def compute(index, source, smem, target, step, factor, scrub) -> None:
             """One gradient: `smem` holds the keys or values only this warpgroup reads, and at the end the result."""
+            await_stores(scrub)
             plgpu.copy_gmem_to_smem(source.at[batch_index(source, b), *own], smem, s["own_ready"].at[index])
             rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {}
             plgpu.barrier_wait(s["own_ready"].at[index])

@@ -66,7 +66,8 @@ class Runs:
         lo, full_lo, full_hi, hi = np.moveaxis(bounds, -1, 0)
         present = bool((full_lo > lo).any()), bool((full_hi > full_lo).any()), bool((hi > full_hi).any())
         rows = np.unique(bounds.reshape(-1, 4), axis=0)
-        if len(rows) == 1:
+        # with a masked tail the bounds stay variables: ptxas serialises the matmuls of a loop it can unroll
+        if len(rows) == 1 and not (present[0] or present[2]):
             return cls(None, tuple(int(x) for x in rows[0]), *present)
         return cls(jnp.asarray(bounds), None, *present)
 
@@ -280,6 +281,12 @@ def attempts(s: dict[str, Any], attempt: Callable[[Any], None]) -> None:
         pl.when(jnp.logical_or(n == 0, s["marks"][2, 0].astype(jnp.float32) != 0.0))(lambda: attempt(n == 1))
 
 
+def await_stores(scrub: Any) -> None:
+    """Before a second attempt, wait for the first one's results to arrive, lest they overtake its own."""
+    if scrub is not False:
+        pl.when(scrub)(lambda: plgpu.wait_smem_to_gmem(0))
+
+
 def drain(free: Any, slots: int, uses: Any) -> None:
     """Wait until the slots of a ring that was used so often are free, so that another attempt finds them so."""
     for slot in range(slots):
@@ -298,7 +305,8 @@ def judge(s: dict[str, Any], rows: int) -> None:
     """The copying warpgroup's part: only one may reduce to a scalar, since Mosaic's scratch for it is shared."""
     if "verdict" in s:
         plgpu.barrier_wait(s["judged"])
-        nought = sum(load(nans_of(s, w, rows), ROW).astype(jnp.float32) for w in range(2))
+        first, second = (load(nans_of(s, w, rows), ROW).astype(jnp.float32) for w in range(2))
+        nought = first + second
         s["marks"][2, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
         plgpu.barrier_arrive(s["verdict"])
 
