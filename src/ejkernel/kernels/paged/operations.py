@@ -19,6 +19,7 @@ from ejkernel.ops import Call, Operation
 
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.paged.xla",
+    "triton": "ejkernel.kernels.paged.triton",
 }
 PREFERENCE = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")}
 

@@ -1,0 +1,196 @@
+"""What the paged kernels share in Triton: where a sequence lies, and the walk of query rows over its pages."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, guarded_dot, tanh
+
+
+@triton.jit
+def query_edge(p_query_start, i_n, T):
+    """The first query token of a sequence, within the tokens there are; that of the first is 0."""
+    edge = tl.load(p_query_start + i_n)
+    return tl.where(i_n == 0, 0, tl.minimum(tl.maximum(edge, 0), T))
+
+
+@triton.jit
+def query_span(p_query_start, i_n, T, TOKENS: tl.constexpr):
+    """First query token and number of query tokens of a sequence; TOKENS is None where p_query_start says."""
+    if TOKENS is None:
+        first = query_edge(p_query_start, i_n, T)
+        return first, tl.maximum(query_edge(p_query_start, i_n + 1, T) - first, 0)
+    else:
+        return i_n * TOKENS, TOKENS
+
+
+@triton.jit
+def key_span(p_lens, p_starts, i_n, S, STARTS: tl.constexpr):
+    """First visible key and number of keys of a sequence, within what its pages hold."""
+    length = tl.minimum(tl.maximum(tl.load(p_lens + i_n), 0), S)
+    if STARTS:
+        return tl.minimum(tl.maximum(tl.load(p_starts + i_n), 0), S), length
+    else:
+        return length * 0, length
+
+
+@triton.jit
+def visible_blocks(position, n_tokens, low, high, BK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys low to high that some of the tokens from `position` on see, and the blocks of those that all of them see.
+
+    Returns low, high, first block, last block (exclusive), first full block, last full block (exclusive).
+    """
+    all_low, all_high = low, high
+    if CAUSAL:
+        all_high = tl.minimum(high, position + 1)
+        high = tl.minimum(high, position + n_tokens)
+        if WINDOW is not None:
+            all_low = tl.maximum(low, position + n_tokens - 1 - WINDOW)
+            low = tl.maximum(low, position - WINDOW)
+    i_first = low // BK
+    i_last = tl.maximum(tl.cdiv(high, BK), i_first)
+    i_full = tl.minimum(tl.maximum(tl.cdiv(all_low, BK), i_first), i_last)
+    i_full_last = tl.minimum(tl.maximum(tl.maximum(all_high, 0) // BK, i_full), i_last)
+    return low, high, i_first, i_last, i_full, i_full_last
+
+
+@triton.jit
+def cache_rows(p_table, i_n, i_k, high, P, L: tl.constexpr, BK: tl.constexpr, TABLE: tl.constexpr):
+    """The rows of the cache, counted in tokens, in which keys i_k .. i_k + BK of a sequence lie: int64 (BK,)."""
+    o_k = i_k + tl.arange(0, BK)
+    if not TABLE:
+        return i_n.to(tl.int64) * L + o_k
+    elif L % BK == 0:
+        i_page = tl.load(p_table + i_k // L, mask=i_k < high, other=0)
+        i_page = tl.minimum(tl.maximum(i_page, 0), P - 1)
+        return i_page.to(tl.int64) * L + (i_k % L + tl.arange(0, BK))
+    else:
+        # (BK,)
+        b_page = tl.load(p_table + o_k // L, mask=o_k < high, other=0)
+        b_page = tl.minimum(tl.maximum(b_page, 0), P - 1)
+        return b_page.to(tl.int64) * L + o_k % L
+
+
+@triton.jit
+def load_cache(p, b_row, m_row, STRIDE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of one head of the cache, (BK, BD); zeros where hidden and past D."""
+    o_d = tl.arange(0, BD)
+    p_tile = p + b_row[:, None] * STRIDE + o_d[None, :]
+    if MASKED and D != BD:
+        return tl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(p_tile, mask=m_row[:, None], other=0.0)
+    elif D != BD:
+        return tl.load(p_tile, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def walk(
+    b_q,
+    b_position,
+    b_top,
+    b_sum,
+    p_k,
+    p_v,
+    p_table,
+    i_n,
+    P,
+    low,
+    high,
+    i_first,
+    i_last,
+    i_full,
+    i_full_last,
+    scale,
+    soft_cap,
+    L: tl.constexpr,
+    K_TOKEN: tl.constexpr,
+    V_TOKEN: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TABLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The running softmax (in base 2) of query rows b_q (BR, BD) over blocks i_first .. i_last of their keys.
+
+    Blocks i_full .. i_full_last are seen whole by every row and need no mask. SEVERAL says that the rows are of several
+    tokens, so that one may see a key that another does not.
+    """
+    # (BR, BDV)
+    b_out = tl.zeros([BR, BDV], tl.float32)
+    n_before = i_full - i_first
+    for MASKED in tl.static_range(2):
+        n_blocks = i_full_last - i_full
+        if MASKED:
+            n_blocks = n_before + i_last - i_full_last
+        i_k = i_full * BK
+        if MASKED:
+            i_k = tl.where(n_before > 0, i_first, i_full_last) * BK
+        # the rows of the next block are looked up a step ahead: their page ids are no wait before its keys
+        b_row = cache_rows(p_table, i_n, i_k, high, P, L, BK, TABLE)
+        for n in range(n_blocks):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = (o_k >= low) & (o_k < high)
+            # (BK, BD), (BK, BDV)
+            b_k = load_cache(p_k, b_row, m_k, K_TOKEN, D, BD, MASKED)
+            b_v = load_cache(p_v, b_row, m_k, V_TOKEN, DV, BDV, MASKED)
+            i_k += BK
+            if MASKED:
+                i_k = tl.where(n + 1 < n_before, i_first + n + 1, i_full_last + n + 1 - n_before) * BK
+            b_row = cache_rows(p_table, i_n, i_k, high, P, L, BK, TABLE)
+            # (BR, BK)
+            b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision=PRECISION)
+            if CAPPED:
+                b_s = soft_cap * LOG2_E * tanh(b_s * (scale / soft_cap))
+            else:
+                b_s = b_s * (scale * LOG2_E)
+            if MASKED:
+                m_seen = m_k[None, :]
+                if CAUSAL and SEVERAL:
+                    m_seen = m_seen & (o_k[None, :] <= b_position[:, None])
+                    if WINDOW is not None:
+                        m_seen = m_seen & (o_k[None, :] >= b_position[:, None] - WINDOW)
+                b_s = tl.where(m_seen, b_s, float("-inf"))
+            b_new = tl.maximum(b_top, tl.max(b_s, 1))
+            # a row that has seen nothing yet: -inf - 0, not -inf - -inf
+            b_base = b_new
+            if MASKED:
+                b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_p = tl.exp2(b_s - b_base[:, None])
+            b_shrink = tl.exp2(b_top - b_base)
+            b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+            b_top = b_new
+            b_out *= b_shrink[:, None]
+            b_v = b_v.to(b_q.dtype)
+            if MASKED and SEVERAL:
+                b_out = guarded_dot(b_p.to(b_v.dtype), b_v, m_seen, b_out, PRECISION)
+            else:
+                b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+    return b_top, b_sum, b_out
+
+
+@triton.jit
+def store_finished(
+    b_top, b_sum, b_out, p_out, p_lse, p_top, v_scale, o_token, o_head, m_row, i_b, T, H,
+    DV: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """Normalised rows, their lse and their maximum, each row to its token and head."""
+    o_d = tl.arange(0, BDV)
+    m_some = b_sum != 0.0
+    b_total = tl.where(m_some, b_sum, 1.0)
+    b_out = b_out * (v_scale / b_total)[:, None]
+    o_row = (i_b.to(tl.int64) * T + o_token) * H + o_head
+    m_tile = m_row[:, None] & (o_d < DV)[None, :]
+    tl.store(p_out + o_row[:, None] * DV + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_tile)
+    o_logs = (i_b.to(tl.int64) * H + o_head) * T + o_token
+    tl.store(p_lse + o_logs, tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf")), mask=m_row)
+    tl.store(p_top + o_logs, tl.where(m_some, b_top * LN_2, float("-inf")), mask=m_row)
