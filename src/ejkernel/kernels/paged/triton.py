@@ -207,6 +207,7 @@ class _Launch:
             "SINKS": "sinks" in call,
             "K_SCALED": "k_scale" in call,
             "V_SCALED": "v_scale" in call,
+            "NARROW": key.dtype.itemsize == 1 and call["query"].dtype == jnp.bfloat16,
             "PRECISION": "tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
         }
 

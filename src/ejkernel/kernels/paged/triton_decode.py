@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.common.triton_tiles import LOG2_E
-from ejkernel.kernels.paged.triton_tiles import key_span, query_span, store_finished, visible_blocks, walk
+from ejkernel.kernels.paged.triton_tiles import key_span, load_queries, query_span, store_finished, visible_blocks, walk
 
 
 @triton.jit
@@ -75,6 +75,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
+    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """With SPLITS > 1 the outputs are parts: p_out (B, N, HKV, SPLITS, R, DV), p_lse the sums, p_top the maxima."""
@@ -103,26 +104,24 @@ def decode_kernel(
     i_full = tl.minimum(tl.maximum(i_full, i_begin), i_end)
     i_full_last = tl.minimum(tl.maximum(i_full_last, i_full), i_end)
 
-    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
+    o_r = tl.arange(0, BR)
     m_r = o_r < n_tokens * G
     o_token, o_head = i_first_token + o_r // G, i_h * G + o_r % G
-    o_q = ((i_b.to(tl.int64) * T + o_token) * H + o_head) * D
-    # (BR, BD)
-    b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
     b_top = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
     if SINKS and SPLITS == 1:
         b_top = tl.load(p_sinks + i_b * s_sinks + o_head, mask=m_r, other=0.0) * LOG2_E
         b_sum = tl.where(b_top == float("-inf"), 0.0, 1.0)
-    k_scale = scale
     if K_SCALED:
-        k_scale = scale * tl.load(p_k_scale + i_b * s_k_scale + i_h)
+        scale *= tl.load(p_k_scale + i_b * s_k_scale + i_h)
+    # (BR, BD), (BR,)
+    b_q, b_scale = load_queries(p_q, (i_b.to(tl.int64) * T + o_token) * H + o_head, m_r, scale, D, BD, NARROW)
     b_top, b_sum, b_out = walk(
         b_q, position + o_r // G, b_top, b_sum,
         p_k + (i_b.to(tl.int64) * s_k * K_TOKEN + i_h * K_HEAD),
         p_v + (i_b.to(tl.int64) * s_v * V_TOKEN + i_h * V_HEAD + V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
-        low, high, i_begin, i_end, i_full, i_full_last, k_scale, soft_cap,
+        low, high, i_begin, i_end, i_full, i_full_last, b_scale, soft_cap,
         L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, MOST_TOKENS > 1, CAPPED, TABLE, PRECISION,
     )  # fmt: skip
 

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.common.triton_tiles import LOG2_E
-from ejkernel.kernels.paged.triton_tiles import key_span, query_edge, query_span, store_finished, visible_blocks, walk
+from ejkernel.kernels.paged.triton_tiles import (
+    key_span,
+    load_queries,
+    query_edge,
+    query_span,
+    store_finished,
+    visible_blocks,
+    walk,
+)
 
 
 @triton.jit
@@ -84,6 +92,7 @@ def prefill_kernel(
     SINKS: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
+    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Sequences of at most MOST_TOKENS queries are left to decode_kernel."""
@@ -93,7 +102,7 @@ def prefill_kernel(
     i_tile = n_tiles - 1 - (i // HKV) % n_tiles
     i_b = i // HKV // n_tiles
     p_query_start += i_b * s_query_start
-    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
+    o_r = tl.arange(0, BR)
     if TOKENS is None:
         n_sequences = N
         if COUNTED:
@@ -126,23 +135,21 @@ def prefill_kernel(
     )
     m_r = o_rows < n_tokens * G
     o_token, o_head = i_first_token + o_rows // G, i_h * G + o_rows % G
-    o_q = ((i_b.to(tl.int64) * T + o_token) * H + o_head) * D
-    # (BR, BD)
-    b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
     b_top = tl.full([BR], float("-inf"), tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
     if SINKS:
         b_top = tl.load(p_sinks + i_b * s_sinks + o_head, mask=m_r, other=0.0) * LOG2_E
         b_sum = tl.where(b_top == float("-inf"), 0.0, 1.0)
-    k_scale = scale
     if K_SCALED:
-        k_scale = scale * tl.load(p_k_scale + i_b * s_k_scale + i_h)
+        scale *= tl.load(p_k_scale + i_b * s_k_scale + i_h)
+    # (BR, BD), (BR,)
+    b_q, b_scale = load_queries(p_q, (i_b.to(tl.int64) * T + o_token) * H + o_head, m_r, scale, D, BD, NARROW)
     b_top, b_sum, b_out = walk(
         b_q, length - n_tokens + o_rows // G, b_top, b_sum,
         p_k + (i_b.to(tl.int64) * s_k * K_TOKEN + i_h * K_HEAD),
         p_v + (i_b.to(tl.int64) * s_v * V_TOKEN + i_h * V_HEAD + V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
-        low, high, i_first, i_last, i_full, i_full_last, k_scale, soft_cap,
+        low, high, i_first, i_last, i_full, i_full_last, b_scale, soft_cap,
         L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, True, CAPPED, TABLE, PRECISION,
     )  # fmt: skip
     v_scale = 1.0

@@ -71,6 +71,24 @@ def cache_rows(p_table, i_n, i_k, high, P, L: tl.constexpr, BK: tl.constexpr, TA
 
 
 @triton.jit
+def load_queries(p_q, o_row, m_row, scale, D: tl.constexpr, BD: tl.constexpr, NARROW: tl.constexpr):
+    """Query rows (BR, BD), zeros where hidden and past D, and what to multiply their products with keys by, (BR,).
+
+    NARROW: the cache has 8 bits, which become float16 in one instruction and bfloat16 in many. Then the queries are
+    float16 too, their largest entry brought near 1, so that nothing overflows and they lose nothing.
+    """
+    o_d = tl.arange(0, BD)
+    b_q = tl.load(p_q + o_row[:, None] * D + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    b_scale = tl.zeros_like(o_row).to(tl.float32) + scale
+    if NARROW:
+        b_largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+        b_unit = tl.exp2(tl.floor(tl.log2(tl.where(b_largest > 0.0, b_largest, 1.0))))
+        b_q = (b_q.to(tl.float32) / b_unit[:, None]).to(tl.float16)
+        b_scale *= b_unit
+    return b_q, b_scale
+
+
+@triton.jit
 def load_cache(p, b_row, m_row, STRIDE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
     """Rows of one head of the cache, (BK, BD); zeros where hidden and past D."""
     o_d = tl.arange(0, BD)
@@ -102,7 +120,7 @@ def walk(
     i_last,
     i_full,
     i_full_last,
-    scale,
+    b_scale,
     soft_cap,
     L: tl.constexpr,
     K_TOKEN: tl.constexpr,
@@ -125,6 +143,10 @@ def walk(
     Blocks i_full .. i_full_last are seen whole by every row and need no mask. SEVERAL says that the rows are of several
     tokens, so that one may see a key that another does not.
     """
+    # what turns products into logits in base 2, or into those that tanh takes
+    b_unit = b_scale * LOG2_E
+    if CAPPED:
+        b_unit = b_scale / soft_cap
     # (BR, BDV)
     b_out = tl.zeros([BR, BDV], tl.float32)
     n_before = i_full - i_first
@@ -149,10 +171,9 @@ def walk(
             b_row = cache_rows(p_table, i_n, i_k, high, P, L, BK, TABLE)
             # (BR, BK)
             b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision=PRECISION)
+            b_s = b_s * b_unit[:, None]
             if CAPPED:
-                b_s = soft_cap * LOG2_E * tanh(b_s * (scale / soft_cap))
-            else:
-                b_s = b_s * (scale * LOG2_E)
+                b_s = soft_cap * LOG2_E * tanh(b_s)
             if MASKED:
                 m_seen = m_k[None, :]
                 if CAUSAL and SEVERAL:
