@@ -76,28 +76,39 @@ def unsupported(call: Call) -> list[str]:
 # multiprocessors of a chip, by architecture: what a launch has to fill
 _CORES = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
 
+# by the padded head dim. Decode (keys, warps, stages): two or three programs on a multiprocessor, which together have
+# about 100 KB of keys and values on their way, hide the latency of its memory. Prefill (rows, keys, warps, stages).
+_DECODE = {
+    "hopper": {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "ampere": {64: (64, 4, 2), 128: (32, 4, 3), 256: (16, 4, 3)},
+    "float32": {64: (32, 4, 2), 128: (16, 4, 2), 256: (16, 8, 2)},
+}
+_PREFILL = {
+    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+    "ampere": {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+    "float32": {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)},
+}
+
 
 def default_config(call: Call) -> Config:
-    """About 64 KB of keys and values on their way per multiprocessor hide the latency of its memory."""
     dims = dimensions(call)
     width = max(64, _power_of_two(max(dims.D, dims.Dv)))
-    wide = call["query"].dtype == jnp.float32
-    hopper = call.target.capability in (0, 90)  # 0: in the interpreter
-    rows = _decode_rows(dims, call.spec.tokens or 1)
-    # bytes of a key and a value of one head; a step of both kernels holds a whole number of them in shared memory
-    size = 2 * width * max(2, _cache(call).dtype.itemsize)
-    keys = max(16, min(128, 32768 // size if hopper else 16384 // size))
-    keys = min(keys, 32) if rows > 32 else keys
+    kind = "hopper" if call.target.capability in (0, 90) else "ampere"  # 0: in the interpreter
+    kind = "float32" if call["query"].dtype == jnp.float32 else kind
+    keys, warps, stages = _DECODE[kind][width]
+    if _decode_rows(dims, call.spec.tokens or 1) > 32:
+        keys, warps, stages = max(16, keys // 2), 8, min(stages, 2)
+    rows, prefill_keys, prefill_warps, prefill_stages = _PREFILL[kind][width]
     return Config(
         splits=_splits(call, dims),
         decode_tokens=max(1, 16 // dims.G) if dims.G <= MOST_ROWS else 0,
         decode_keys=keys,
-        decode_warps=4 if rows <= 32 else 8,
-        decode_stages=3 if hopper and not wide else 2,
-        prefill_rows=32 if wide else 128 if hopper else 64,
-        prefill_keys=32 if wide or width > 128 or not hopper else 64,
-        prefill_warps=8 if hopper and not wide else 4,
-        prefill_stages=1 if wide else 2,
+        decode_warps=warps,
+        decode_stages=stages,
+        prefill_rows=rows,
+        prefill_keys=prefill_keys,
+        prefill_warps=prefill_warps,
+        prefill_stages=prefill_stages,
     )
 
 

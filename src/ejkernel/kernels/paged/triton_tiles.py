@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, guarded_dot, tanh
+from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, tanh
 
 
 @triton.jit
@@ -174,6 +174,12 @@ def walk(
             b_s = b_s * b_unit[:, None]
             if CAPPED:
                 b_s = soft_cap * LOG2_E * tanh(b_s)
+            b_v = b_v.to(b_q.dtype)
+            if MASKED and SEVERAL:
+                # 0 * nan is nan: what is not finite stays out of the product and marks its key's logits instead
+                m_fine = (b_v - b_v) == 0.0
+                b_s = tl.where((tl.min(m_fine.to(tl.int32), 1) == 0)[None, :], float("nan"), b_s)
+                b_v = tl.where(m_fine, b_v, 0.0).to(b_q.dtype)
             if MASKED:
                 m_seen = m_k[None, :]
                 if CAUSAL and SEVERAL:
@@ -191,11 +197,7 @@ def walk(
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
             b_top = b_new
             b_out *= b_shrink[:, None]
-            b_v = b_v.to(b_q.dtype)
-            if MASKED and SEVERAL:
-                b_out = guarded_dot(b_p.to(b_v.dtype), b_v, m_seen, b_out, PRECISION)
-            else:
-                b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+            b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
     return b_top, b_sum, b_out
 
 

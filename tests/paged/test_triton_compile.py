@@ -1,0 +1,78 @@
+"""The Triton kernels compile for real GPUs on a machine that has none: they fit, and the hot ones do not spill."""
+
+import re
+
+import jax
+import pytest
+
+from ejkernel.bridge.compile import TARGETS, compile_launches
+from ejkernel.kernels.paged import triton
+from ejkernel.kernels.paged.calls import page_call, ragged_page_call
+from ejkernel.kernels.paged.operations import page_structs
+from ejkernel.ops import Target
+
+H200 = Target("gpu", "nvidia_h200", "sm_90")
+
+
+def struct(shape, dtype="int32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def reports(target: Target, call_for, *arrays):
+    def run(*arrays):
+        call = call_for(*arrays).on(target)
+        return triton.forward(call, triton.default_config(call))[0]
+
+    return {report.kernel: report for report in compile_launches(run, *arrays, target=target.arch)}
+
+
+def mixed(target: Target, D: int):
+    """60 decodes and some prefills: decode, merge and prefill kernels."""
+    arrays = struct((300, 8, D), "bfloat16"), struct((512, 16, 4, D), "bfloat16")
+    return reports(target, ragged_page_call, *arrays, struct((8,)), struct((8, 64)), struct((9,)), struct(()))
+
+
+def decode(L: int, cache: str):
+    caches = [struct((512, L, 2, 128), cache)] * 2
+    arrays = struct((8, 8, 128), "bfloat16"), *caches, struct((8,)), struct((8, 64))
+    return reports(H200, page_call, *arrays)["decode_kernel"]
+
+
+@pytest.mark.parametrize(("arch", "D"), [("sm_80", 128), ("sm_90", 128), ("sm_90", 256)])
+def test_a_mixed_batch_fits(arch, D):
+    found = mixed(Target("gpu", arch, arch), D)
+    assert set(found) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
+    for report in found.values():
+        assert report.shared_bytes <= TARGETS[arch], report
+        assert not report.problems, report
+
+
+def test_decode_streams_the_cache():
+    """16 bytes at a time, asynchronously, and the next step is on its way while one is computed."""
+    report = decode(16, "bfloat16")
+    assert not report.problems
+    assert len(re.findall(r"cp\.async\.cg", report.ptx)) >= 64
+    assert not re.search(r"cp\.async\.ca", report.ptx)
+    assert re.search(r"cp\.async\.wait_group\s+2", report.ptx)
+    # three programs on a multiprocessor
+    assert report.registers <= 168 and 3 * (report.shared_bytes + 1024) <= 228 * 1024
+
+
+def test_decode_of_8_bits_converts_in_pairs():
+    report = decode(64, "float8_e4m3fn")
+    assert not report.problems or report.spill_bytes <= 16, report
+    assert "cvt.rn.f16x2.e4m3x2" in report.ptx
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "reason"),
+    [
+        ("sm_80", {"cache": "float8_e4m3fn"}, "a float8_e4m3fn cache on sm_80: needs sm_89 or newer"),
+        ("sm_75", {}, "sm_75: needs sm_80 or newer"),
+        ("sm_100", {}, "fails to compile"),
+        ("sm_90", {"D": 320}, "head_dim 320: at most 256"),
+        ("sm_90", {"num_splits": 2000}, "num_splits 2000: at most 1024"),
+    ],
+)
+def test_what_is_refused(arch, options, reason):
+    assert reason in " ".join(triton.unsupported(page_structs(**options).on(Target("gpu", arch, arch))))
