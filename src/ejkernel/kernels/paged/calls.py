@@ -7,6 +7,8 @@ from ejkernel.kernels.paged.spec import Layout, array, cache, canonicalise
 from ejkernel.ops import Call
 
 _PAGES = "(pages, page_size, key heads, head_dim)"
+_CACHES = {"key_pages": "key_cache", "value_pages": "value_cache"}
+_BUFFERS = {"key_pages": "key_buffer", "value_pages": "value_buffer"}
 _TABLE: Layout = {"context_lens": ("context_lens", (None, 0)), "block_tables": ("block_tables", (None, 0, 1))}
 
 
@@ -18,7 +20,8 @@ def page_call(
     pages = _two_caches(key_cache, value_cache)
     tokens = query.shape[1] if query.ndim == 4 else 1
     flat = query.reshape(-1, *query.shape[-2:])
-    return canonicalise(flat, pages, context_lens, _needed("block_tables", block_tables), tokens=tokens, **options)
+    table = _needed("block_tables", block_tables)
+    return canonicalise(flat, pages, context_lens, table, tokens=tokens, names=_CACHES, **options)
 
 
 def ragged_page_call(
@@ -51,7 +54,8 @@ def prefill_call(
     query = array("query", query, "(tokens, heads, head_dim)", 3)
     pages = _two_caches(key_cache, value_cache)
     lens, table = _one_row("context_len", context_len, 0), _one_row("page_indices", page_indices, 1)
-    return canonicalise(query, pages, lens, table, tokens=query.shape[0], **options)
+    names = _CACHES | {"context_lens": "context_len", "block_tables": "page_indices"}
+    return canonicalise(query, pages, lens, table, tokens=query.shape[0], names=names, **options)
 
 
 def decode_call(
@@ -61,13 +65,14 @@ def decode_call(
     query = array("query", query, "(batch, heads, head_dim)", 3)
     page_size = whole("page_size", page_size)
     pages = {}
-    for name, x in (("key_pages", key_buffer), ("value_pages", value_buffer)):
-        given = name.replace("pages", "buffer")
+    for (name, given), x in zip(_BUFFERS.items(), (key_buffer, value_buffer), strict=True):
         x = cache(given, x, "(tokens, key heads, head_dim)", 3)
         if x.shape[0] % page_size:
             raise ValueError(f"{given} has {x.shape[0]} tokens, which pages of {page_size=} do not divide")
         pages[name] = x.reshape(-1, page_size, *x.shape[1:])
-    return canonicalise(query, pages, seq_lens, _needed("req_to_tokens", req_to_tokens), tokens=1, **options)
+    names = {"context_lens": "seq_lens", "block_tables": "req_to_tokens", **_BUFFERS}
+    table = _needed("req_to_tokens", req_to_tokens)
+    return canonicalise(query, pages, seq_lens, table, tokens=1, names=names, **options)
 
 
 def ragged_decode_call(
@@ -80,7 +85,9 @@ def ragged_decode_call(
     layout = "(batch, length, key heads, head_dim)"
     pages = {"key_pages": cache("key", key, layout, 4), "value_pages": cache("value", value, layout, 4)}
     flat = query.reshape(-1, *query.shape[-2:])
-    return canonicalise(flat, pages, sequence_end, starts=sequence_start, tokens=1, softmax_aux=softmax_aux, **options)
+    names = {"key_pages": "key", "value_pages": "value", "context_lens": "sequence_end", "starts": "sequence_start"}
+    options |= {"starts": sequence_start, "softmax_aux": softmax_aux, "names": names}
+    return canonicalise(flat, pages, sequence_end, tokens=1, **options)
 
 
 def _two_caches(key_cache: Any, value_cache: Any) -> dict[str, Any]:

@@ -16,8 +16,9 @@ Values of the integer arrays are as the caller gave them: implementations clamp 
 those in jax.numpy, and `page_ids` for the table), for another pass over them would cost a launch of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -132,14 +133,16 @@ def canonicalise(
     num_splits: Any = None,
     return_lse: bool = False,
     causal: bool = True,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
     """Check a call on `query` (T, H, D) and `pages` {"key_pages", "value_pages"} or {"kv_pages"}, and name its arrays.
 
-    Sequences have `tokens` queries each, or `query_start_loc` says where each one's begin.
+    Sequences have `tokens` queries each, or `query_start_loc` says where each one's begin. `names` are what the caller
+    calls the arrays, where it is something else.
     """
     arrays = {"query": query, **pages}
     T, H, D = query.shape
-    Hkv, P, L = _check_pages(query, pages)
+    Hkv, P, L = _check_pages(query, pages, names)
     arrays |= {"sinks": _sinks(softmax_aux, H)}
     arrays |= {"k_scale": _cache_scale("k_scale", k_scale, Hkv), "v_scale": _cache_scale("v_scale", v_scale, Hkv)}
     spec = Spec(
@@ -152,10 +155,10 @@ def canonicalise(
         with_lse=flag("return_lse", return_lse),
     )
     N = T // tokens if tokens is not None else None
-    integers = _Integers(context_lens, block_tables, query_start_loc, num_seqs, starts)
-    integers = integers.check_shapes(N, P)
-    integers.check_values(spec, T, P, L)
-    arrays |= {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in integers._asdict().items()}
+    given = _Integers(context_lens, block_tables, query_start_loc, num_seqs, starts)
+    given = given.check_shapes(N, P, names)
+    given.check_values(spec, T, P, L, names)
+    arrays |= {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in given._asdict().items()}
     return Call(spec, {name: jnp.asarray(x)[None] for name, x in arrays.items() if x is not None})
 
 
@@ -180,13 +183,13 @@ def cache(name: str, x: Any, layout: str, rank: int) -> Any:
     return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES))
 
 
-def _check_pages(query: Any, pages: dict[str, Any]) -> tuple[int, int, int]:
+def _check_pages(query: Any, pages: dict[str, Any], names: Mapping[str, str]) -> tuple[int, int, int]:
     """Hkv, P and L, after checking that queries and pages fit."""
     _, H, D = query.shape
     for name, x in pages.items():
         if x.dtype != query.dtype and x.dtype.name not in CACHE_DTYPES:
             raise TypeError(
-                f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same, or the cache one of "
+                f"{names.get(name, name)} has dtype {x.dtype}, query has {query.dtype}: they must be the same, or the cache one of "
                 f"{', '.join(CACHE_DTYPES)}"
             )
     first, second = next(iter(pages.values())), pages.get("value_pages")
@@ -243,23 +246,24 @@ class _Integers(NamedTuple):
     num_seqs: Any
     starts: Any
 
-    def check_shapes(self, N: int | None, P: int) -> "_Integers":
+    def check_shapes(self, N: int | None, P: int, names: Mapping[str, str]) -> "_Integers":
         """Ranks, dtypes and sizes; what is not an array becomes one of numpy."""
-        lens = integers("context_lens", self.context_lens, 1)
+        lens_name, table_name, starts_name = (names.get(n, n) for n in ("context_lens", "block_tables", "starts"))
+        lens = integers(lens_name, self.context_lens, 1)
         rows = lens.shape[0] if N is None else N
         if lens.shape[0] != rows:
-            raise ValueError(f"context_lens {lens.shape} must have one entry per sequence: {rows}")
+            raise ValueError(f"{lens_name} {lens.shape} must have one entry per sequence: {rows}")
         if self.block_tables is not None:
-            tables = integers("block_tables", self.block_tables, 2)
+            tables = integers(table_name, self.block_tables, 2)
             if tables.shape[0] != rows or tables.shape[1] == 0:
-                raise ValueError(f"block_tables {tables.shape} must be (sequences, pages) with {rows} sequences")
+                raise ValueError(f"{table_name} {tables.shape} must be (sequences, pages) with {rows} sequences")
         else:
             tables = None
             if rows != P:
                 raise ValueError(f"keys hold {P} sequences, the query {rows}")
-        starts = None if self.starts is None else integers("starts", self.starts, 1)
+        starts = None if self.starts is None else integers(starts_name, self.starts, 1)
         if starts is not None and starts.shape[0] != rows:
-            raise ValueError(f"starts {starts.shape} must have one entry per sequence: {rows}")
+            raise ValueError(f"{starts_name} {starts.shape} must have one entry per sequence: {rows}")
         query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
         if query_start is not None and query_start.shape[0] != rows + 1:
             raise ValueError(f"query_start_loc {query_start.shape} must have one entry more than sequences: {rows + 1}")
@@ -269,8 +273,9 @@ class _Integers(NamedTuple):
         num_seqs = None if num_seqs is None else num_seqs.reshape(())
         return _Integers(lens, tables, query_start, num_seqs, starts)
 
-    def check_values(self, spec: Spec, T: int, P: int, L: int) -> None:
+    def check_values(self, spec: Spec, T: int, P: int, L: int, names: Mapping[str, str]) -> None:
         """Ranges: always of host values, with `EJKERNEL_CHECKS=1` of device values too."""
+        lens_name, table_name, starts_name = (names.get(n, n) for n in ("context_lens", "block_tables", "starts"))
         N = self.context_lens.shape[0]
         S = L if self.block_tables is None else self.block_tables.shape[1] * L
 
@@ -282,14 +287,14 @@ class _Integers(NamedTuple):
         if self.query_start is not None:
             message = f"query_start_loc must start at 0, never decrease, and end within the {T} query tokens"
             check(self.query_start, lambda xp, q: _misplaced(xp, q, T, counted(xp)), message, self)
-        message = f"context_lens must be from 0 to {S}, what the table holds"
+        message = f"{lens_name} must be from 0 to {S}, what the table holds"
         check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
         if self.query_start is not None:
-            message = "context_lens must count the queries of the sequence too, so be at least as many"
+            message = f"{lens_name} must count the queries of the sequence too, so be at least as many"
             queries = self.query_start
             check(self.context_lens, lambda xp, n: (n < xp.diff(queries)) & counted(xp), message, self)
         if self.starts is not None:
-            message = f"starts must be from 0 to {S}"
+            message = f"{starts_name} must be from 0 to {S}"
             check(self.starts, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
         if self.block_tables is not None:
             tables = self.block_tables
@@ -301,7 +306,7 @@ class _Integers(NamedTuple):
             def first_stray(xp: Any) -> Any:
                 return xp.take_along_axis(xp.asarray(tables), strays(xp).argmax(1)[:, None], 1)[:, 0]
 
-            message = f"block_tables must hold page ids from 0 to {P - 1} in the slots that are used"
+            message = f"{table_name} must hold page ids from 0 to {P - 1} in the slots that are used"
             check(first_stray, lambda xp, _: strays(xp).any(1), message, self)
 
     def _used(self, xp: Any, spec: Spec, L: int) -> Any:

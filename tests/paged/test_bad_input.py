@@ -1,0 +1,236 @@
+"""Wrong input raises before any kernel starts, naming the argument, its value and what was needed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from ejkernel.modules import (
+    decode_attention,
+    page_attention,
+    prefill_page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
+    write_interleaved_kv_pages,
+    write_kv_pages,
+)
+
+
+def ones(*shape, dtype="float32"):
+    return jnp.ones(shape, dtype)
+
+
+CACHE = ones(6, 4, 2, 8)
+PAGE = {
+    "query": ones(2, 4, 8),
+    "key_cache": CACHE,
+    "value_cache": CACHE,
+    "context_lens": np.array([9, 0]),
+    "block_tables": np.array([[5, 0, 2], [99, -7, 99]]),
+}
+RAGGED = {
+    "queries": ones(7, 4, 8),
+    "kv_pages": ones(6, 4, 4, 8),
+    "context_lens": np.array([9, 3, -1]),
+    "block_tables": np.array([[5, 0, 2], [1, 99, 99], [99, 99, 99]]),
+    "query_start_loc": np.array([0, 1, 4, -5]),
+    "num_seqs": 2,
+}
+PREFILL = {
+    "query": ones(3, 4, 8),
+    "key_cache": CACHE,
+    "value_cache": CACHE,
+    "context_len": 7,
+    "page_indices": np.array([1, 4]),
+}
+DECODE = {
+    "query": ones(2, 4, 8),
+    "key_buffer": ones(24, 2, 8),
+    "value_buffer": ones(24, 2, 8),
+    "req_to_tokens": np.array([[5, 0], [23, 1]]),
+    "seq_lens": np.array([2, 1]),
+}
+WHOLE = {
+    "query": ones(2, 4, 8),
+    "key": ones(2, 5, 2, 8),
+    "value": ones(2, 5, 2, 8),
+    "sequence_start": np.array([0, 1]),
+    "sequence_end": np.array([5, 4]),
+}
+WRITE = {
+    "key_cache": CACHE,
+    "value_cache": CACHE,
+    "key": ones(3, 2, 8),
+    "value": ones(3, 2, 8),
+    "slots": np.array([0, -1, 23]),
+}
+RIGHT = {
+    "page": (page_attention, PAGE),
+    "ragged": (ragged_page_attention, RAGGED),
+    "prefill": (prefill_page_attention, PREFILL),
+    "decode": (decode_attention, DECODE),
+    "whole": (ragged_decode_attention, WHOLE),
+    "write": (write_kv_pages, WRITE),
+}
+
+WRONG = {
+    # arrays
+    "query-list": ("page", {"query": [1.0]}, TypeError, "query must be an array, got list"),
+    "query-float64": ("page", {"query": np.ones((2, 4, 8))}, TypeError, "query has dtype float64; supported: float32"),
+    "query-int": ("page", {"query": ones(2, 4, 8, dtype="int32")}, TypeError, "query has dtype int32"),
+    "query-rank": ("page", {"query": ones(8)}, ValueError, r"query must be \(batch, heads, head_dim\) or .*\(8,\)"),
+    "query-empty": ("page", {"query": ones(0, 4, 8)}, ValueError, r"query has an empty dimension: shape \(0, 4, 8\)"),
+    "heads": ("page", {"query": ones(2, 3, 8)}, ValueError, "query heads H=3 must be a multiple of key heads Hkv=2"),
+    "head-dim": ("page", {"query": ones(2, 4, 16)}, ValueError, r"head_dim of the keys \(6, 4, 2, 8\) .* 16"),
+    "cache-rank": ("page", {"key_cache": ones(6, 4, 8)}, ValueError, r"key_cache must be \(pages, page_size, key"),
+    "cache-dtype": ("page", {"key_cache": ones(6, 4, 2, 8, dtype="bfloat16")}, TypeError,
+                    "key_cache has dtype bfloat16, query has float32: .* float8_e4m3fn, float8_e5m2, int8"),
+    "cache-uint8": ("page", {"key_cache": ones(6, 4, 2, 8, dtype="uint8")}, TypeError, "key_cache has dtype uint8"),
+    "caches-differ": ("page", {"value_cache": ones(7, 4, 2, 8)}, ValueError, r"\(6, 4, 2, 8\) and .*\(7, 4, 2, 8\)"),
+    "cache-dtypes-differ": ("page", {"value_cache": ones(6, 4, 2, 8, dtype="int8")}, TypeError, "values int8"),
+    "odd-rows": ("ragged", {"kv_pages": ones(6, 4, 3, 8)}, ValueError, "even number of rows, not 3"),
+    # lengths and tables
+    "lens-shape": ("page", {"context_lens": np.array([1, 2, 3])}, ValueError, r"context_lens \(3,\) .* sequence: 2"),
+    "lens-float": ("page", {"context_lens": np.array([1.0, 2.0])}, TypeError, "context_lens must be integers"),
+    "lens-rank": ("page", {"context_lens": np.array([[1, 2]])}, ValueError, "context_lens must have 1 dimensions"),
+    "lens-long": ("page", {"context_lens": np.array([0, 13])}, ValueError, r"from 0 to 12, .*\(row 1: 13\)"),
+    "lens-negative": ("page", {"context_lens": np.array([-1, 3])}, ValueError, r"from 0 to 12, .*\(row 0: -1\)"),
+    "table-none": ("page", {"block_tables": None}, TypeError, "block_tables is needed"),
+    "table-shape": ("page", {"block_tables": np.ones((3, 3), int)}, ValueError, r"block_tables \(3, 3\) .* 2 seq"),
+    "table-high": ("page", {"block_tables": np.array([[0, 6, 1], [0, 0, 0]])}, ValueError,
+                   r"page ids from 0 to 5 in the slots that are used \(row 0: 6\)"),
+    "table-negative": ("page", {"block_tables": np.array([[0, -1, 1], [0, 0, 0]])}, ValueError, r"\(row 0: -1\)"),
+    "starts": ("ragged", {"query_start_loc": np.array([0, 1])}, ValueError, r"query_start_loc \(2,\) .* sequences: 4"),
+    "starts-late": ("ragged", {"query_start_loc": np.array([1, 1, 4, 4])}, ValueError, r"start at 0.*\(row 0: 1\)"),
+    "starts-falling": ("ragged", {"query_start_loc": np.array([0, 4, 1, 4])}, ValueError, r"decrease.*\(row 2: 1\)"),
+    "starts-past": ("ragged", {"query_start_loc": np.array([0, 1, 9, 9])}, ValueError, r"the 7 query.*\(row 2: 9\)"),
+    "queries-of-no-key": ("ragged", {"query_start_loc": np.array([0, 1, 6, 6])}, ValueError,
+                          r"context_lens must count the queries of the sequence too.*\(row 1: 3\)"),
+    "num-seqs": ("ragged", {"num_seqs": 4}, ValueError, r"num_seqs must be from 0 to 3 \(row 0: 4\)"),
+    "num-seqs-many": ("ragged", {"num_seqs": np.array([1, 2])}, ValueError, "num_seqs must be one number"),
+    "chunk-length": ("prefill", {"context_len": np.array([7])}, ValueError, "context_len must have 0 dimensions"),
+    "chunk-table": ("prefill", {"page_indices": np.array([[1, 4]])}, ValueError, "page_indices must have 1 dimensions"),
+    "page-size": ("decode", {"page_size": 5}, ValueError, "24 tokens, which pages of page_size=5 do not divide"),
+    "page-size-0": ("decode", {"page_size": 0}, ValueError, "page_size=0 must be at least 1"),
+    "token": ("decode", {"req_to_tokens": np.array([[5, 24], [0, 0]])}, ValueError, r"from 0 to 23.*\(row 0: 24\)"),
+    "two-tokens": ("whole", {"query": ones(2, 2, 4, 8)}, ValueError, "one token per sequence"),
+    "batches": ("whole", {"query": ones(3, 4, 8)}, ValueError, "sequence_end .* sequence: 3"),
+    "end": ("whole", {"sequence_end": np.array([6, 4])}, ValueError, r"from 0 to 5.*\(row 0: 6\)"),
+    "start": ("whole", {"sequence_start": np.array([-1, 4])}, ValueError, r"sequence_start must be from 0 to 5 \(row 0: -1\)"),
+    # options
+    "scale": ("page", {"softmax_scale": "big"}, TypeError, "softmax_scale must be a number, got 'big'"),
+    "cap": ("page", {"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),
+    "window": ("page", {"sliding_window": -1}, ValueError, "sliding_window=-1 must not be negative"),
+    "sinks": ("page", {"softmax_aux": ones(3, 2)}, ValueError, r"softmax_aux \(3, 2\) must be"),
+    "splits": ("page", {"num_splits": 0}, ValueError, "num_splits=0 must be at least 1"),
+    "splits-float": ("page", {"num_splits": 2.0}, TypeError, "num_splits must be an int, got 2.0"),
+    "k-scale": ("page", {"k_scale": ones(4)}, ValueError, r"k_scale must be a scalar or \(key heads,\) = \(2,\)"),
+    "v-scale": ("page", {"v_scale": np.array([True, False])}, TypeError, "v_scale must be a number"),
+    "lse": ("page", {"return_lse": 1}, TypeError, "return_lse must be True or False"),
+    "platform": ("page", {"platform": "cuda"}, ValueError, "platform 'cuda' is unknown"),
+    "cfg": ("page", {"platform": "xla", "cfg": {"block": 3}}, ValueError, r"unknown fields \['block'\]"),
+    "cfg-value": ("page", {"platform": "xla", "cfg": {"block_k": 0}}, ValueError, "block_k=0 must be a positive int"),
+    # writes
+    "slot": ("write", {"slots": np.array([0, 24, 1])}, ValueError, r"slots must be below 24.*\(row 1: 24\)"),
+    "slots-float": ("write", {"slots": np.array([0.0])}, TypeError, "slots must be integers"),
+    "rows": ("write", {"key": ones(2, 2, 8)}, ValueError, r"key \(2, 2, 8\) must be .* \(3, 2, 8\)"),
+    "write-dtype": ("write", {"key": ones(3, 2, 8, dtype="int8")}, TypeError, "key has dtype int8"),
+    "write-scale": ("write", {"k_scale": ones(3)}, ValueError, "k_scale must be a scalar or"),
+    "write-pages": ("write", {"value_cache": ones(5, 4, 2, 8)}, ValueError, "caches must have the same pages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name):
+    kind, changes, error, message = WRONG[name]
+    function, right = RIGHT[kind]
+    with pytest.raises(error, match=message):
+        function(**{**right, **changes})
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_the_right_input_is_taken(kind):
+    """Garbage included, where it must not matter."""
+    function, right = RIGHT[kind]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(function(**right)))
+
+
+def test_interleaved_rows():
+    with pytest.raises(ValueError, match=r"key \(1, 2, 8\) and value \(1, 2, 4\) must have the same shape"):
+        write_interleaved_kv_pages(ones(1, 2, 4, 8), ones(1, 2, 8), ones(1, 2, 4), [0])
+
+
+def test_windows_free_the_pages_before_them():
+    table = np.array([[99, 0, 2], [0, 0, 0]])
+    with pytest.raises(ValueError, match=r"\(row 0: 99\)"):
+        page_attention(**PAGE | {"block_tables": table})
+    assert np.isfinite(page_attention(**PAGE | {"block_tables": table}, sliding_window=4)).all()
+
+
+# Values on the device -------------------------------------------------------------------------------------------
+
+OUT_OF_RANGE = {
+    "long": ({"context_lens": [40, 3]}, {"context_lens": [12, 3]}, r"from 0 to 12.*row 0"),
+    "negative": ({"context_lens": [9, -3]}, {"context_lens": [9, 0]}, r"from 0 to 12.*row 1"),
+    "page": (
+        {"block_tables": [[5, 77, 2], [0, 0, 0]]},
+        {"block_tables": [[5, 5, 2], [0, 0, 0]]},
+        r"from 0 to 5.*row 0",
+    ),
+}
+
+
+def on_device(changes):
+    arrays = {**PAGE, **{name: np.array(x) for name, x in changes.items()}}
+    numbers = jax.random.normal(jax.random.key(0), (6, 4, 2, 8))
+    return {name: jnp.asarray(x) for name, x in (arrays | {"key_cache": numbers, "value_cache": numbers}).items()}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_traced_values_are_clamped(name, platform):
+    wrong, clamped, _ = OUT_OF_RANGE[name]
+    if platform.device == "gpu" and platform.name in ("cudnn", "pallas"):
+        pytest.skip("needs an implementation there")
+    with platform.context():
+        run = jax.jit(lambda a: page_attention(**a, platform=platform.name))
+        np.testing.assert_array_equal(run(on_device(wrong)), run(on_device(clamped)))
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_checks_of_device_values(name, monkeypatch):
+    wrong, _, message = OUT_OF_RANGE[name]
+    page_attention(**on_device(wrong))
+    monkeypatch.setenv("EJKERNEL_CHECKS", "1")
+    with pytest.raises(ValueError, match=message):
+        page_attention(**on_device(wrong))
+
+
+def test_checks_under_jit_go_through_checkify(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CHECKS", "1")
+    run = checkify.checkify(jax.jit(lambda a: page_attention(**a)))
+    error, _ = run(on_device({"context_lens": [3, 13]}))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"context_lens must be from 0 to 12.*row 1"):
+        error.throw()
+    error, _ = run(on_device({}))
+    error.throw()
+
+
+def test_traced_slots_past_the_end_are_left_out():
+    key, _ = jax.jit(write_kv_pages)(**jax.tree.map(jnp.asarray, WRITE | {"slots": np.array([24, -1, 500])}))
+    np.testing.assert_array_equal(key, CACHE)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["query", "key_cache"])
+def test_there_is_no_gradient_and_the_error_says_what_to_use(argument):
+    with pytest.raises(NotImplementedError, match="has no gradient: train with flash_attention"):
+        jax.grad(lambda x: page_attention(**PAGE | {argument: x}).sum())(PAGE[argument])
+
+
+def test_a_gradient_that_is_stopped_passes():
+    stopped = jax.tree.map(jax.lax.stop_gradient, PAGE | {"context_lens": jnp.array([9, 0])})
+    gradient = jax.grad(lambda x: (x * page_attention(**stopped)).sum())(ones(2, 4, 8))
+    assert np.isfinite(gradient).all()
