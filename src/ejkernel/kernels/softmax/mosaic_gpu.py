@@ -84,9 +84,9 @@ class Config:
     semantics: Literal["warpgroup", "lane"] = "warpgroup"
 
     def __post_init__(self) -> None:
-        for name, step in (("block_q", 64), ("block_k", 16), ("dq_block_k", 64), ("dkv_block_q", 64)):
-            if (size := getattr(self, name)) < step or size % step:
-                raise ValueError(f"{name}={size} must be a positive multiple of {step}")
+        for name in ("block_q", "block_k", "dq_block_k", "dkv_block_q"):
+            if (size := getattr(self, name)) < 64 or size % 64:
+                raise ValueError(f"{name}={size} must be a positive multiple of 64")
         for name, least in (("stages", 2), ("dq_slots", 3), ("dkv_stages", 1)):
             if (count := getattr(self, name)) < least:
                 raise ValueError(f"{name}={count} must be at least {least}")
@@ -141,25 +141,32 @@ def unsupported(call: Call) -> list[str]:
 
 def unsupported_config(call: Call, config: Config) -> list[str]:
     """Why a config does not fit the call."""
-    reasons = [
+    return [
         f"its {kernel} kernel needs {size} bytes of shared memory, of {SMEM_BYTES}"
         for kernel, size in config.shared_bytes(dimensions(call).D).items()
         if size > SMEM_BYTES
     ]
-    if config.block_k % 64 and Masks.of(call, "q").mixed:
-        reasons.append(f"block_k={config.block_k} must be a multiple of 64 for a masked call")
-    return reasons
 
 
 def default_config(call: Call) -> Config:
     """Tiles by head dim; see the budgets above and in mosaic_gpu_bwd."""
     D = dimensions(call).D
     if D <= 64:
-        return Config(block_k=128, stages=2, dq_block_k=128, dq_slots=4, dkv_block_q=64, dkv_stages=3)
+        # with a mask, smaller blocks visit less
+        block_k = 128 if Masks.of(call, "q").mixed else 256
+        return Config(block_k=block_k, stages=2, dq_block_k=128, dq_slots=4, dkv_block_q=64, dkv_stages=3)
     if D <= 128:
-        return Config(block_k=128, stages=2, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=3)
-    slots = 4 if D == 192 else 3
-    return Config(block_k=64, stages=2, dq_block_k=64, dq_slots=slots, dkv_block_q=64, dkv_stages=2, dkv_split=True)
+        return Config(block_k=128, stages=2, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=2)
+    return Config(
+        block_k=64,
+        stages=2,
+        dq_block_k=64,
+        dq_slots=4 if D == 192 else 3,
+        dkv_block_q=64,
+        dkv_stages=2,
+        dkv_split=True,
+        semantics="lane",
+    )
 
 
 def search_space(call: Call) -> list[Config]:
