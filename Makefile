@@ -15,8 +15,8 @@ export TPU_SKIP_MDS_QUERY = 1
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
 	@echo "make test         lint, types, tests and doctests"
-	@echo "make bench        measure attention against jax.nn on this machine"
-	@echo "make tables       regenerate the support tables in the READMEs"
+	@echo "make bench        measure attention against peers on this machine"
+	@echo "make tables       regenerate the tables in the READMEs"
 	@echo "make clean        remove $(VENV), caches and build outputs"
 
 quickstart: $(VENV)/installed
@@ -36,14 +36,14 @@ pytest: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
 bench: $(VENV)/installed-bench
-	$(BIN)/python benchmarks/softmax_cpu.py
+	$(BIN)/ejkernel bench softmax --json bench.json --plot bench.png
 
 tables: $(VENV)/installed
 	$(BIN)/python -m ejkernel.cli.tables --write
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	@python=$$(for p in python3.11 python3 python3.12 python3.13 python; do \

@@ -24,7 +24,7 @@ def run(*arguments: str):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("info", "verify", "explain", "support"):
+    for command in ("info", "verify", "explain", "support", "bench"):
         assert command in result.output
 
 

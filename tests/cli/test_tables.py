@@ -1,5 +1,6 @@
 """The generated tables in the READMEs."""
 
+import json
 import re
 
 from typer.testing import CliRunner
@@ -8,7 +9,7 @@ from ejkernel.cli import tables
 from ejkernel.ops import list_operations, support_table
 
 
-def test_support_tables_are_current():
+def test_tables_are_current():
     found = tables.outdated(sorted(tables.FAMILIES.glob("*/README.md")), write=False)
     assert not found, f"run `make tables`: {found}"
 
@@ -34,6 +35,23 @@ def test_write_then_check(tmp_path):
     assert run(command, [str(readme), "--check"]).exit_code == 0
     table = support_table("flash_attention")
     assert readme.read_text() == f"a\n<!-- support:flash_attention -->\n{table}\n<!-- /support -->\nb\n"
+
+
+def test_what_was_measured_comes_from_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "BENCHMARKS", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- benchmark:softmax_abacus -->\nstale\n<!-- /benchmark -->\n")
+    assert not tables.outdated([readme], write=True) and "stale" in readme.read_text()
+    found = {
+        "benchmark": "softmax",
+        "date": "2026-11-15",
+        "machine": {"device": "abacus"},
+        "contenders": {"beads": "xla"},
+    }
+    found |= {"schema": 1, "missing": {"fingers": "not installed"}, "cases": {}, "results": [], "complete": True}
+    (tmp_path / "softmax_abacus.json").write_text(json.dumps(found))
+    assert tables.outdated([readme], write=True) == [readme]
+    assert "abacus" in readme.read_text() and "- fingers: not installed\n<!-- /benchmark -->" in readme.read_text()
 
 
 def test_sections_of_other_kinds_are_left_alone():

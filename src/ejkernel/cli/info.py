@@ -1,8 +1,10 @@
 """What there is on this machine: versions, devices, and which platforms work."""
 
-import platform as machine
+import os
+import platform as host
 from importlib import metadata
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,17 +16,31 @@ from ejkernel.ops.operation import PLATFORMS
 from ejkernel.ops.target import describe_device, target_of
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")
+# what a measurement depends on
+MEASURED = ("jax", "triton", "torch", "tokamax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
-def versions() -> dict[str, str]:
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Versions of what the library uses; nothing is imported to find out."""
-    found = {"ejkernel": ejkernel.__version__, "python": machine.python_version()}
-    for package in PACKAGES:
+    found = {"ejkernel": ejkernel.__version__, "python": host.python_version()}
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def machine() -> dict[str, Any]:
+    """What a measurement depends on: the device, how busy a CPU is besides, and the versions that are there."""
+    found: dict[str, Any] = {"device": ", ".join(devices())}
+    if jax.default_backend() == "cpu":
+        cpu = Path("/proc/cpuinfo")
+        lines = cpu.read_text().splitlines() if cpu.exists() else []
+        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        found = {"device": f"{names[0] if names else host.processor()}, {os.cpu_count()} cores"}
+        found["load"] = os.getloadavg()[0]
+    return found | {name: version for name, version in versions(MEASURED).items() if version != "not installed"}
 
 
 def devices() -> list[str]:

@@ -1,13 +1,16 @@
 """The commands. Each loads what it needs when it runs, so that `--help` is quick."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from ejkernel.cli import bench, screen
+
 if TYPE_CHECKING:
-    from ejkernel.cli.verify import Error, Outcome
+    from ejkernel.bench.answers import Error
+    from ejkernel.cli.verify import Outcome
     from ejkernel.ops import Explanation
 
 app = typer.Typer(
@@ -16,19 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention for JAX: what runs here, and how well.",
 )
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    # into a file or a log, tables need room
-    return console if console.is_terminal else Console(highlight=False, width=150)
-
-
-def _table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
-    table = Table(title_justify="left", title_style="bold", **options)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()
@@ -36,15 +27,15 @@ def info() -> None:
     """Devices, versions, and which platforms work here and why others do not."""
     from ejkernel.cli import info as facts
 
-    console = _console()
-    table = _table("", "", show_header=False, title="This machine")
+    console = screen.console()
+    table = screen.table("", "", show_header=False, title="This machine")
     for name, version in facts.versions().items():
         table.add_row(name, version)
     table.add_row("devices", "\n".join(facts.devices()))
     for name, path in facts.tuned_files().items():
         table.add_row(f"tuned configs, {name}", path)
     console.print(table)
-    table = _table("platform", "here", "operations, or why not", title="Platforms")
+    table = screen.table("platform", "here", "operations, or why not", title="Platforms")
     for platform, works in facts.platforms().items():
         here = "[green]yes[/]" if works.operations else "[yellow]no[/]"
         table.add_row(platform, here, "\n".join(works.operations or works.reasons))
@@ -65,7 +56,7 @@ def verify(
     from ejkernel.ops import list_operations
     from ejkernel.ops.operation import PLATFORMS
 
-    console = _console()
+    console = screen.console()
     unknown = sorted(set(operations or ()) - set(list_operations()))
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(list_operations())}")
@@ -95,7 +86,9 @@ def verify(
 
 def _outcome_table(outcomes: "list[Outcome]") -> Table:
     right = ("output error", "gradient error", "time", "jax.nn", "speed")
-    table = _table("operation", "case", "platform", "dtype", *right, "", right=right, title="Against the definition")
+    table = screen.table(
+        "operation", "case", "platform", "dtype", *right, "", right=right, title="Against the definition"
+    )
     for o in outcomes:
         named = (o.case.operation, o.case.name, o.platform, o.case.dtype)
         times = [_milliseconds(o.seconds), _milliseconds(o.peer_seconds)]
@@ -174,7 +167,7 @@ def explain(
         answer = explained(Request(**given))
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
-    _print_explanation(_console(), answer, platform)
+    _print_explanation(screen.console(), answer, platform)
     if answer.platform is None:
         raise typer.Exit(1)
 
@@ -194,7 +187,7 @@ def _print_explanation(console: Console, answer: "Explanation", forced: str | No
         if (other := answer.training) is not None:
             console.print(f"with a gradient: [green]{other.platform}[/] ({other.reason})")
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)
-    table = _table("platform", "why not")
+    table = screen.table("platform", "why not")
     for platform, reasons in answer.refusals.items():
         table.add_row(platform, "\n".join(f"- {reason}" for reason in reasons))
     console.print(table)

@@ -1,6 +1,7 @@
 """Keep generated tables in Markdown files current: `python -m ejkernel.cli.tables --write` or `--check`.
 
-A table stands between `<!-- support:flash_attention -->` and `<!-- /support -->`.
+A support table stands between `<!-- support:flash_attention -->` and `<!-- /support -->`. What was measured stands
+between `<!-- benchmark:softmax_cpu -->` and `<!-- /benchmark -->`, from `benchmarks/softmax_cpu.json` where that is.
 """
 
 import re
@@ -11,27 +12,39 @@ from typing import Annotated
 import typer
 
 import ejkernel
+from ejkernel.bench import report
 from ejkernel.ops import support_table
 
 FAMILIES = Path(ejkernel.__file__).parent / "kernels"
+BENCHMARKS = Path(ejkernel.__file__).parents[2] / "benchmarks"
 
 
-def replace_sections(text: str, kind: str, make: Callable[[str], str]) -> str:
-    r"""Put make(name) between every `<!-- kind:name -->` and `<!-- /kind -->`.
+def replace_sections(text: str, kind: str, make: Callable[[str], str | None]) -> str:
+    r"""Put make(name) between every `<!-- kind:name -->` and `<!-- /kind -->`; None leaves what is there.
 
     >>> replace_sections("<!-- sum:1+1 -->\nold\n<!-- /sum -->", "sum", lambda name: str(eval(name)))
     '<!-- sum:1+1 -->\n2\n<!-- /sum -->'
     """
     pattern = re.compile(rf"(<!-- {kind}:([^ ]+) -->\n).*?(<!-- /{kind} -->)", re.DOTALL)
-    return pattern.sub(lambda match: f"{match[1]}{make(match[2])}\n{match[3]}", text)
+
+    def replaced(match: re.Match[str]) -> str:
+        made = make(match[2])
+        return match[0] if made is None else f"{match[1]}{made}\n{match[3]}"
+
+    return pattern.sub(replaced, text)
+
+
+def _measured(name: str) -> str | None:
+    path = BENCHMARKS / f"{name}.json"
+    return report.markdown(report.load(path)) if path.exists() else None
 
 
 def outdated(paths: list[Path], *, write: bool) -> list[Path]:
-    """The files whose support tables differ from what the code says; with `write`, corrected."""
+    """The files whose tables differ from what the code and the benchmarks say; with `write`, corrected."""
     found = []
     for path in paths:
         old = path.read_text()
-        new = replace_sections(old, "support", support_table)
+        new = replace_sections(replace_sections(old, "support", support_table), "benchmark", _measured)
         if new != old:
             found.append(path)
             if write:
@@ -43,7 +56,7 @@ def main(
     files: Annotated[list[Path] | None, typer.Argument(help="Markdown files; default: the families' READMEs.")] = None,
     write: Annotated[bool, typer.Option("--write/--check", help="Correct the files, or only report.")] = False,
 ) -> None:
-    """Regenerate the support tables, or exit with 1 where one is not current."""
+    """Regenerate the tables, or exit with 1 where one is not current."""
     paths = files or sorted(FAMILIES.glob("*/README.md"))
     changed = outdated(paths, write=write)
     for path in changed:

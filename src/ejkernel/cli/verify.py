@@ -8,30 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.bench.answers import Error, Truth
 from ejkernel.cli.cases import Arrays, Case
 from ejkernel.ops import explain
 from ejkernel.ops.operation import PLATFORMS
 from ejkernel.ops.tuning import median_seconds
-
-# of the largest value among results of one kind: what float32 sums in another order may cost
-FLOOR = 64 * float(np.finfo(np.float32).eps)
-
-
-@dataclass(frozen=True)
-class Error:
-    """A largest deviation from the float32 definition, beside that of the naive computation in the same dtype."""
-
-    error: float
-    naive: float
-    limit: float
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.limit  # a nan is not
-
-    @property
-    def severity(self) -> float:
-        return float("inf") if np.isnan(self.error) else self.error / max(self.limit, 1e-30)
 
 
 @dataclass(frozen=True)
@@ -72,16 +53,9 @@ def _step(
     return both
 
 
-def _worst(got: Arrays, naive: Arrays, truth: Arrays) -> Error:
+def _worst(truth: Truth, got: Arrays) -> Error:
     """The worst of several results of one kind (the output, or the gradients), by how near its limit it is."""
-    floor = FLOOR * max(float(jnp.abs(x).max()) for x in truth.values())
-
-    def deviation(name: str) -> Error:
-        a, b, exact = (np.asarray(x[name], np.float32) for x in (got, naive, truth))
-        naive_error = float(np.abs(b - exact).max())
-        return Error(float(np.abs(a - exact).max()), naive_error, 2 * naive_error + floor)
-
-    return max((deviation(name) for name in truth), key=lambda error: error.severity)
+    return max((truth.error(name, got[name]) for name in truth.exact), key=lambda error: error.severity)
 
 
 class Check:
@@ -95,9 +69,12 @@ class Check:
         self.cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape, np.float32))
         exact = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.float32))
         naive = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(case.dtype)))
-        self.truth = exact(wide, case.fixed, self.cotangent)
+        out, gradients = exact(wide, case.fixed, self.cotangent)
         # in float32 the naive computation is the definition itself
-        self.naive = self.truth if case.dtype == "float32" else naive(self.arrays, case.fixed, self.cotangent)
+        is_exact = case.dtype == "float32"
+        naives = (out, gradients) if is_exact else naive(self.arrays, case.fixed, self.cotangent)
+        self.output = Truth.of({"out": out}, {"out": naives[0]})
+        self.gradient = Truth.of(gradients, naives[1]) if case.differentiable else None
         self.peer_seconds = None if case.peer is None else self._seconds(self._step(self._peer))
 
     def _step(self, function: Callable[[Arrays, Any], jax.Array]) -> Callable[..., tuple[jax.Array, Arrays]]:
@@ -122,8 +99,8 @@ class Check:
         step = self._step(lambda arrays, fixed: case.function(**arrays, **fixed, **case.static, platform=platform))
         try:
             out, gradients = step(self.arrays, case.fixed, self.cotangent)
-            output = _worst({"out": out}, {"out": self.naive[0]}, {"out": self.truth[0]})
-            gradient = _worst(gradients, self.naive[1], self.truth[1]) if case.differentiable else None
+            output = _worst(self.output, {"out": out})
+            gradient = None if self.gradient is None else _worst(self.gradient, gradients)
             seconds = self._seconds(step)
         except (RuntimeError, ValueError, TypeError) as crash:  # NotImplementedError and XLA's errors are RuntimeErrors
             return Outcome(case, platform, crash=f"{type(crash).__name__}: {crash}")

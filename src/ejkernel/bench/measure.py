@@ -1,0 +1,193 @@
+"""Measuring: every contender's programs for a case are built and checked, then timed in turns."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.bench.benchmark import FORWARD, Benchmark, Case, Contender, Problem, Program, Quiet
+from ejkernel.bench.timing import REST_SECONDS, in_turns
+from ejkernel.bench.workers import TOO_LATE, Lost, spread
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a contender did one pass of a case.
+
+    `status` is "ok", "wrong", "refused" (it says that it cannot), "failed" or "skipped"; the last three have a reason.
+    """
+
+    case: str
+    what: str
+    contender: str
+    status: str
+    reason: str = ""
+    milliseconds: float | None = None
+    tflops: float | None = None
+    samples: list[float] = field(default_factory=list)
+    calls: int | None = None
+    first_call_seconds: float | None = None
+    temporary_megabytes: float | None = None
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    tuning: dict[str, Any] | None = None
+
+
+class Measured(NamedTuple):
+    """The results of a case, and the contender that took the device down with it, if one did."""
+
+    results: list[Result]
+    culprit: str | None = None
+
+
+def _device_works() -> bool:
+    """Whether anything runs any more: after an illegal address nothing does in the same process."""
+    try:
+        return float(jnp.ones(()) + 1) == 2
+    except RuntimeError:
+        return False
+
+
+def _short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+class _Bench:
+    """One case on this process's device."""
+
+    def __init__(self, case: Case, problem: Problem, quiet: Quiet):
+        self.case, self.problem, self.quiet = case, problem, quiet
+        self.truths = problem.truths(quiet)
+
+    def build(self, contender: Contender, what: str) -> tuple[Program | None, Result]:
+        """The program, where it can be timed, and all that is known before it is."""
+        blank = Result(self.case.name, what, contender.name, "ok", tuning=contender.tuning(self.case))
+        try:
+            program = contender.build(self.case, what, self.problem.arrays, self.quiet)
+            with self.quiet:
+                got = jax.block_until_ready(program.results())
+            truths = self.truths[:1] if what == FORWARD else self.truths
+            errors = {name: truth.error(name, got[name]) for truth in truths for name in truth.exact}
+        except Exception as error:  # a contender may raise anything, and the others are still to be measured
+            return None, dataclasses.replace(blank, status="failed", reason=_short(error))
+        memory = program.temporary_bytes
+        return program, dataclasses.replace(
+            blank,
+            status="ok" if all(e.ok for e in errors.values()) else "wrong",
+            first_call_seconds=program.first_call_seconds,
+            temporary_megabytes=None if memory is None else memory / 1e6,
+            errors={n: {"error": e.error, "limit": e.limit} for n, e in errors.items()},
+        )
+
+    def time(self, built: list[tuple[Program, Result]], repeats: int) -> list[Result]:
+        """The results of one pass with their times."""
+        rest = REST_SECONDS if jax.default_backend() == "cpu" else 0.0
+        with self.quiet:
+            samples = in_turns({result.contender: program.seconds for program, result in built}, repeats, rest)
+        found = [(result, samples[result.contender]) for _, result in built]
+        return [
+            dataclasses.replace(
+                result,
+                milliseconds=one.median * 1e3,
+                tflops=self.case.flops(result.what) / one.median / 1e12,
+                samples=[seconds * 1e3 for seconds in one.seconds],
+                calls=one.calls,
+            )
+            for result, one in found
+        ]
+
+
+def _nobody(case: Case, contenders: list[str], status: str, reason: str) -> list[Result]:
+    return [Result(case.name, what, name, status, reason) for name in contenders for what in case.passes]
+
+
+def measure(benchmark: Benchmark, case: Case, contenders: list[Contender], repeats: int, quiet: Quiet) -> Measured:
+    """Build, check and time every contender on a case."""
+    results: list[Result] = []
+    able = []
+    for contender in contenders:
+        reason = contender.refusal(case)
+        results += [Result(case.name, what, contender.name, "refused", reason) for what in case.passes if reason]
+        able += [] if reason else [contender]
+    if not able:
+        return Measured(results)
+    bench = _Bench(case, benchmark.problem(case), quiet)
+    built: dict[str, list[tuple[Program, Result]]] = {what: [] for what in case.passes}
+    for contender in able:
+        for what in case.passes:
+            program, result = bench.build(contender, what)
+            if program is not None:
+                built[what].append((program, result))
+                continue
+            results.append(result)
+            if not _device_works():
+                return Measured(_nobody(case, [contender.name], "failed", result.reason), contender.name)
+    for what in case.passes:
+        results += bench.time(built[what], repeats)
+    return Measured(results)
+
+
+# Many cases -------------------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """A case for a process of its own; everything in it can be sent there."""
+
+    benchmark: str
+    backend: str
+    case: Any
+    platforms: list[str] | None
+    contenders: list[str]
+    repeats: int
+    lock: str
+
+
+def _in_a_process(job: Job) -> Measured:
+    from filelock import FileLock
+
+    benchmark: Benchmark = import_module(f"ejkernel.bench.{job.benchmark}").BENCHMARK
+    chosen = [c for c in benchmark.contenders(job.backend, job.platforms) if c.name in job.contenders]
+    # released by the system when a process dies
+    return measure(benchmark, job.case, chosen, job.repeats, FileLock(job.lock))
+
+
+def measure_here(
+    benchmark: Benchmark, cases: list[Any], contenders: list[Contender], repeats: int, deadline: float
+) -> Iterator[list[Result]]:
+    """Case after case in this process. One is begun only where it should end in time, judging by those before."""
+    longest, culprit = 0.0, None
+    for case in cases:
+        start = time.monotonic()
+        names = [contender.name for contender in contenders]
+        if culprit is not None:
+            yield _nobody(case, names, "skipped", f"the device went down under {culprit}")
+        elif start + longest > deadline:
+            yield _nobody(case, names, "skipped", TOO_LATE.reason)
+        else:
+            results, culprit = measure(benchmark, case, contenders, repeats, nullcontext())
+            longest = max(longest, time.monotonic() - start)
+            yield results
+
+
+def measure_in_processes(jobs: list[Job], processes: int, deadline: float) -> Iterator[list[Result]]:
+    """Cases compiled side by side, and measured one at a time.
+
+    Where a contender takes the device down, the case starts again without it.
+    """
+    queue = deque(jobs)
+    for job, outcome in spread(_in_a_process, queue, processes, deadline):
+        if isinstance(outcome, Lost):
+            status = "skipped" if outcome is TOO_LATE else "failed"
+            yield _nobody(job.case, job.contenders, status, outcome.reason)
+            continue
+        if outcome.culprit is not None:
+            rest = [name for name in job.contenders if name != outcome.culprit]
+            queue.appendleft(job._replace(contenders=rest))
+        yield outcome.results

@@ -1,0 +1,95 @@
+"""A picture of a run: grouped bars, one panel per pass, as the FlashAttention papers draw them."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from ejkernel.bench.report import Document, where
+
+# Okabe and Ito's colours, which everybody can tell apart; ours strong, peers after them
+OURS = ("#0072B2", "#D55E00", "#009E73", "#000000")
+PEERS = ("#56B4E9", "#E69F00", "#CC79A7", "#999999", "#F0E442")
+
+
+def _colors(found: Document) -> dict[str, str]:
+    ours, peers = iter(OURS), iter(PEERS)
+    return {name: next(ours if platform else peers, "#BBBBBB") for name, platform in found["contenders"].items()}
+
+
+def _rows(found: Document) -> list[tuple[str, list[str], str]]:
+    """(title, cases, unit) of each row of panels: cases that differ in head dim and mask alone."""
+    rows: dict[tuple[Any, ...], list[str]] = {}
+    for name, facts in found["cases"].items():
+        rows.setdefault((facts["group"], facts.get("T", 0), facts["unit"]), []).append(name)
+    ordered = sorted(rows.items(), key=lambda row: row[0])
+    return [(f"{group}, {_common(found, cases)}", cases, unit) for (group, _, unit), cases in ordered]
+
+
+def _sizes(found: Document, case: str) -> list[str]:
+    return case.removeprefix(found["cases"][case]["group"]).split()
+
+
+def _common(found: Document, cases: list[str]) -> str:
+    """The sizes that all of them share."""
+    return " ".join(word for word in _sizes(found, cases[0]) if all(word in _sizes(found, case) for case in cases))
+
+
+def _label(found: Document, case: str, cases: list[str]) -> str:
+    """What tells a case from the others of its row; the head count follows from the head dim."""
+    shared = _common(found, cases).split()
+    words = [word for word in _sizes(found, case) if word not in shared and not word.startswith("H")]
+    return " ".join(words) or found["cases"][case]["group"]
+
+
+def _panel(axes: Any, found: Document, cases: list[str], what: str, unit: str) -> None:
+    field, digits = ("tflops", "%.0f") if unit == "TFLOP/s" else ("milliseconds", "%.3g")
+    values = {
+        (r["case"], r["contender"]): r[field]
+        for r in found["results"]
+        if r["what"] == what and r["status"] == "ok" and r["case"] in cases
+    }
+    colors = _colors(found)
+    shown = [name for name in found["contenders"] if any((case, name) in values for case in cases)]
+    cases = sorted(cases, key=lambda case: found["cases"][case].get("D", 0))
+    width = 0.85 / max(1, len(shown))
+    for number, name in enumerate(shown):
+        at = [i + (number - (len(shown) - 1) / 2) * width for i in range(len(cases))]
+        ours = found["contenders"][name] is not None
+        edge = {"edgecolor": "black", "linewidth": 0.8} if ours else {"edgecolor": "white", "linewidth": 0.4}
+        heights = [values.get((case, name), float("nan")) for case in cases]
+        bars = axes.bar(at, heights, width, label=name, color=colors[name], **edge)
+        texts = ["" if value != value else digits % value for value in heights]
+        axes.bar_label(bars, texts, fontsize=6, rotation=90, padding=2)
+    axes.set_xticks(range(len(cases)), [_label(found, case, cases) for case in cases])
+    axes.set_ylabel(unit if unit == "TFLOP/s" else f"{unit} (less is better)")
+    if unit == "ms" and values and max(values.values()) > 20 * min(values.values()):
+        axes.set_yscale("log")
+    axes.margins(y=0.18)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(found: Document, path: Path) -> None:
+    """Write the picture; the suffix decides the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # words, not outlines
+    matplotlib.rcParams["svg.hashsalt"] = "ejkernel"
+    from matplotlib import pyplot
+
+    rows, passes = _rows(found), list(dict.fromkeys(r["what"] for r in found["results"]))
+    figure, panels = pyplot.subplots(
+        len(rows), len(passes), figsize=(7 * len(passes), 3.4 * len(rows) + 1.2), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for (title, cases, unit), across in zip(rows, panels, strict=True):
+        for what, axes in zip(passes, across, strict=True):
+            _panel(axes, found, cases, what, unit)
+            axes.set_title(f"{title}: {what}", fontsize=10)
+            handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    ordered = {name: handles[name] for name in found["contenders"] if name in handles}
+    figure.legend(ordered.values(), ordered.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    figure.supxlabel(textwrap.fill(where(found), 160), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

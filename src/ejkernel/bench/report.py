@@ -1,0 +1,255 @@
+"""What a run found: kept as JSON while it grows, shown as tables, and handed on to `auto`."""
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ejkernel.bench.benchmark import Benchmark, Contender
+from ejkernel.bench.measure import Result
+from ejkernel.ops import TunedConfigs
+
+SCHEMA = 1
+AUTO = "†"  # beside the time of the platform that auto takes
+
+# `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
+# `cases` (name to facts, with `auto`: what our auto takes), `complete`, and `results`
+Document = dict[str, Any]
+
+
+def document(
+    benchmark: Benchmark,
+    machine: dict[str, Any],
+    cases: list[Any],
+    taking_part: list[Contender],
+    missing: dict[str, str],
+) -> Document:
+    """A run that has yet to find anything."""
+    return {
+        "schema": SCHEMA,
+        "benchmark": benchmark.name,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine,
+        "contenders": {contender.name: contender.platform for contender in taking_part},
+        "missing": missing,
+        "cases": {case.name: {**case.facts(), "auto": benchmark.choice(case)} for case in cases},
+        "complete": False,
+        "results": [],
+    }
+
+
+def _rounded(x: Any) -> Any:
+    """Five digits: nothing here is known better."""
+    if isinstance(x, float):
+        return float(f"{x:.5g}")
+    if isinstance(x, dict):
+        return {name: _rounded(value) for name, value in x.items()}
+    return [_rounded(value) for value in x] if isinstance(x, list) else x
+
+
+def save(found: Document, path: Path) -> None:
+    """Write it at once and whole, with a line per case and result."""
+    lines = []
+    for name, value in found.items():
+        if name == "cases":
+            inner = [f"  {json.dumps(case)}: {json.dumps(facts)}" for case, facts in value.items()]
+            text = "{\n" + ",\n".join(inner) + "\n }"
+        elif name == "results":
+            text = "[\n" + ",\n".join(f"  {json.dumps(_rounded(result))}" for result in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(name)}: {text}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    os.replace(scratch, path)
+
+
+def load(path: Path) -> Document:
+    """Read a run; `ValueError` where the file is none."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA or "results" not in found:
+        raise ValueError(f"{path} is not a benchmark of schema {SCHEMA}")
+    return found
+
+
+def add(found: Document, results: list[Result]) -> None:
+    found["results"] += [dataclasses.asdict(result) for result in results]
+
+
+def only(found: Document, wanted: Callable[[str], bool]) -> Document:
+    """The part about the cases wanted."""
+    cases = {name: facts for name, facts in found["cases"].items() if wanted(name)}
+    return found | {"cases": cases, "results": [r for r in found["results"] if r["case"] in cases]}
+
+
+# Verdicts ---------------------------------------------------------------------------------------------------
+
+
+def line(result: Result) -> str:
+    """One result in a line."""
+    if result.milliseconds is None:
+        told = f"{result.status}: {result.reason}"
+    else:
+        told = (
+            f"{result.milliseconds:.3f} ms, {result.tflops:.3g} TFLOP/s, first call {result.first_call_seconds:.1f} s"
+        )
+        told += f", WRONG: {_errors(dataclasses.asdict(result))}" if result.status == "wrong" else ""
+    return f"{result.case}, {result.what}, {result.contender}: {told}"
+
+
+def _errors(result: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {e['error']:.2g} > {e['limit']:.2g}" for name, e in result["errors"].items() if not _ok(e)
+    )
+
+
+def _ok(error: dict[str, float]) -> bool:
+    return error["error"] <= error["limit"]
+
+
+def failures(found: Document) -> list[str]:
+    """What a run must not have: wrong answers of anybody, and failures of ours."""
+    wrong = [r for r in found["results"] if r["status"] == "wrong"]
+    ours = [r for r in found["results"] if r["status"] == "failed" and found["contenders"].get(r["contender"])]
+    told = [f"{r['case']}, {r['what']}, {r['contender']}: wrong, {_errors(r)}" for r in wrong]
+    return told + [f"{r['case']}, {r['what']}, {r['contender']}: {r['reason']}" for r in ours]
+
+
+def notes(found: Document) -> list[str]:
+    """Who is not there, and why cells are empty; each reason once."""
+    told = [f"{name}: {reason}" for name, reason in found["missing"].items()]
+    empty: dict[tuple[str, str], list[str]] = {}
+    for r in found["results"]:
+        if r["status"] in ("refused", "failed", "skipped"):
+            empty.setdefault((r["contender"], f"{r['status']}: {r['reason']}"), []).append(r["case"])
+    for (contender, reason), cases in empty.items():
+        distinct = list(dict.fromkeys(cases))
+        where = distinct[0] if len(distinct) == 1 else f"{len(distinct)} cases"
+        told.append(f"{contender}, {where}: {reason}")
+    return told
+
+
+# Tables -----------------------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    text: str
+    best: bool = False
+    bad: bool = False
+
+
+class Grid(NamedTuple):
+    """A table: columns, of which the first says what it is about, rows of cells, and the columns of numbers."""
+
+    columns: tuple[str, ...]
+    rows: list[list[Cell]]
+    numbers: tuple[str, ...] = ()
+
+
+def _by_contender(found: Document, case: str, what: str) -> dict[str, dict[str, Any]]:
+    return {r["contender"]: r for r in found["results"] if (r["case"], r["what"]) == (case, what)}
+
+
+def _fastest(row: dict[str, dict[str, Any]], names: list[str]) -> float | None:
+    return min((row[n]["milliseconds"] for n in names if n in row and row[n]["status"] == "ok"), default=None)
+
+
+def _cell(result: dict[str, Any] | None, unit: str, fastest: float | None, by_auto: bool) -> Cell:
+    if result is None:
+        return Cell("")
+    if result["status"] != "ok":
+        status: str = result["status"]
+        return Cell({"wrong": "WRONG", "refused": "-"}.get(status, status), bad=status in ("wrong", "failed"))
+    value = f"{result['tflops']:.0f}" if unit == "TFLOP/s" else _milliseconds(result["milliseconds"])
+    return Cell(value + (AUTO if by_auto else ""), best=result["milliseconds"] == fastest)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _speed_rows(found: Document, group: str, what: str) -> list[list[Cell]]:
+    names, rows = found["contenders"], []
+    ours, peers = [n for n in names if names[n]], [n for n in names if not names[n]]
+    for case, facts in sorted(found["cases"].items(), key=lambda one: _order(one[1])):
+        row = _by_contender(found, case, what)
+        if facts["group"] != group or not row:
+            continue
+        best, best_peer = _fastest(row, ours), _fastest(row, peers)
+        fastest = min((x for x in (best, best_peer) if x is not None), default=None)
+        cells = [_cell(row.get(n), facts["unit"], fastest, names[n] == facts["auto"]) for n in names]
+        ratio = f"{best_peer / best:.2f}" if best and best_peer else ""
+        rows.append([Cell(case.removeprefix(group).strip()), *cells, Cell(ratio)])
+    return rows
+
+
+def _order(facts: dict[str, Any]) -> list[Any]:
+    return [facts.get(name, 0) for name in ("D", "T")]
+
+
+def speeds(found: Document) -> list[Grid]:
+    """A table per group and pass."""
+    grids = []
+    for group in dict.fromkeys(facts["group"] for facts in found["cases"].values()):
+        unit = next(facts["unit"] for facts in found["cases"].values() if facts["group"] == group)
+        for what in dict.fromkeys(r["what"] for r in found["results"]):
+            rows = _speed_rows(found, group, what)
+            if rows:
+                numbers = (*found["contenders"], "speed over best peer")
+                grids.append(Grid((f"{group}, {what}, {unit}", *numbers), rows, numbers))
+    return grids
+
+
+def costs(found: Document) -> Grid:
+    """The longest first call and the most temporary memory of each contender, and where."""
+    rows = []
+    for name in found["contenders"]:
+        own = [r for r in found["results"] if r["contender"] == name and r["milliseconds"] is not None]
+        cells = [Cell(name)]
+        for field, unit in (("first_call_seconds", "s"), ("temporary_megabytes", "MB")):
+            known = [r for r in own if r[field] is not None]
+            most = max(known, key=lambda r: r[field], default=None)
+            cells.append(Cell("" if most is None else f"{most[field]:.1f} {unit} ({most['case']}, {most['what']})"))
+        rows.append(cells)
+    return Grid(("at most", "first call", "temporary memory"), rows)
+
+
+def where(found: Document) -> str:
+    """The machine and what it ran, in a line."""
+    machine = dict(found["machine"])
+    device, load = machine.pop("device"), machine.pop("load", 0.0)
+    told = f"{device}; {', '.join(f'{name} {version}' for name, version in machine.items())}; {found['date']}"
+    busy = f"; provisional: other work was on the machine (load {load:.1f})" if load > 0.5 else ""
+    return told + busy + ("" if found["complete"] else "; the run was cut short")
+
+
+def markdown(found: Document) -> str:
+    """The tables for a README."""
+    parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` takes."]
+    for grid in [*speeds(found), costs(found)]:
+        lines = ["| " + " | ".join(grid.columns) + " |", "|" + " --- |" * len(grid.columns)]
+        lines += ["| " + " | ".join(f"**{c.text}**" if c.best else c.text for c in row) + " |" for row in grid.rows]
+        parts.append("\n".join(lines))
+    empty = notes(found)
+    return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in empty)] if empty else [])])
+
+
+# For auto ---------------------------------------------------------------------------------------------------
+
+
+def tuned(found: Document) -> TunedConfigs:
+    """Our times by bucket and platform, summed over the passes: what orders the platforms of `auto`."""
+    total = TunedConfigs()
+    for name in [name for name, platform in found["contenders"].items() if platform not in (None, "auto")]:
+        for case in found["cases"]:
+            own = [r for r in found["results"] if r["contender"] == name and r["case"] == case]
+            if not own or any(r["status"] != "ok" for r in own):
+                continue
+            place, microseconds = own[0]["tuning"], round(sum(r["milliseconds"] for r in own) * 1e3, 1)
+            for operation in place["operations"]:
+                total = total.add(operation, place["bucket"], place["platform"], place["config"], microseconds)
+    return total

@@ -1,0 +1,160 @@
+"""The cases, what they are worth in FLOPs, their inputs, and what is right."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.bench.answers import FLOOR, Truth
+from ejkernel.bench.benchmark import BOTH, FORWARD, Arrays, Quiet
+from ejkernel.kernels.softmax.reference import reference
+from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.types import MaskInfo
+
+
+@dataclass(frozen=True)
+class Case:
+    """Self attention under a mask; every mask but `full` is causal. `unit` is what tables show."""
+
+    group: str
+    B: int
+    T: int
+    H: int
+    Hkv: int
+    D: int
+    mask: str
+    dtype: str
+    unit: str = "ms"
+    window: int | None = None
+    documents: int | None = None
+    passes: tuple[str, ...] = (FORWARD, BOTH)
+
+    @property
+    def name(self) -> str:
+        grouped = "" if self.Hkv == self.H else f" Hkv{self.Hkv}"
+        detail = {"window": f" {self.window}", "documents": f" {self.documents}"}.get(self.mask, "")
+        return f"{self.group} B{self.B} T{self.T} H{self.H}{grouped} D{self.D} {self.mask}{detail}"
+
+    @property
+    def causal(self) -> bool:
+        return self.mask != "full"
+
+    @property
+    def sliding_window(self) -> tuple[int, int] | None:
+        """(left, right) beside the query's own position."""
+        return None if self.window is None else (self.window - 1, 0)
+
+    def facts(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def flops(self, what: str) -> float:
+        """Two matmuls over the pairs that are seen; 2.5 times that for a backward. Causal counts half of T * T."""
+        T, W = self.T, self.window or 0
+        pairs = {
+            "full": T * T,
+            "causal": T * T / 2,
+            "window": W * T - W * (W - 1) / 2,
+            "documents": T * T / 2 / (self.documents or 1),
+        }[self.mask]
+        return (1 if what == FORWARD else 3.5) * 4 * self.B * self.H * self.D * pairs
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        q, k = (self.B, self.T, self.H, self.D), (self.B, self.T, self.Hkv, self.D)
+        return {"query": q, "key": k, "value": k, "dout": q}
+
+
+def _dense(T: int, tokens: int, width: int, D: int, dtype: str, unit: str = "ms") -> list[Case]:
+    B, H = tokens // T, width // D
+    return [Case("dense", B, T, H, H, D, mask, dtype, unit) for mask in ("full", "causal")]
+
+
+def _masked(T: int, H: int, Hkv: int, D: int, dtype: str) -> list[Case]:
+    case = partial(Case, "masked", 1, T, H, Hkv, D, dtype=dtype)
+    return [case("causal"), case("window", window=T // 16), case("documents", documents=16)]
+
+
+def all_cases(backend: str, quick: bool) -> list[Case]:
+    """The most telling first: a run may be cut short. A CPU gets sizes that it can do."""
+    if backend == "cpu":
+        T, H = (256, 2) if quick else (4096, 8)
+        return [*_dense(T, T, 64 * H, 64, "float32"), *_masked(2 * T, H, H, 64, "float32")]
+    dense = partial(_dense, tokens=16384, width=2048, dtype="bfloat16", unit="TFLOP/s")
+    if quick:
+        return dense(2048, D=128)
+    lengths = [case for T in (2048, 16384) for D in (128, 64, 256) for case in dense(T, D=D)]
+    most_telling = [case for D in (128, 64, 256) for case in dense(8192, D=D)]
+    return [*most_telling, *_masked(16384, 32, 8, 128, "bfloat16"), *lengths]
+
+
+class Attention:
+    """A case with its inputs on the device."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        rng = np.random.default_rng(0)
+        self.arrays: Arrays = {
+            name: jnp.asarray(rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype)))
+            for name, shape in case.shapes().items()
+        }
+        if case.documents is not None:
+            self.arrays["segments"] = jnp.asarray(np.arange(case.T)[None] * case.documents // case.T, jnp.int32)
+        jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
+
+    def truths(self, quiet: Quiet) -> list[Truth]:
+        """Of the output and the gradients, by the definition in float32; the naive errors by it in the case's dtype."""
+        wide = {name: x.astype(jnp.float32) if name != "segments" else x for name, x in self.arrays.items()}
+        exact = self._defined(jnp.float32, wide, quiet)
+        # in float32 the naive computation is the definition itself
+        is_exact = self.case.dtype == "float32"
+        naive = exact if is_exact else self._defined(jnp.dtype(self.case.dtype), self.arrays, quiet)
+        # float32 sums of T terms: their roundings grow like the square root
+        floor = FLOOR * max(1.0, math.sqrt(self.case.T / 256))
+        return [Truth.of(e, n, floor) for e, n in zip(exact, naive, strict=True)]
+
+    def _defined(self, dtype: Any, arrays: Arrays, quiet: Quiet) -> tuple[Arrays, Arrays]:
+        # no autotuning: it would run on the device while another process measures
+        options = {"xla_gpu_autotune_level": 0}
+        program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(arrays).compile()
+        with quiet:
+            return jax.block_until_ready(program(arrays))
+
+
+# elements of a block of logits: the whole matrix would not fit
+_BLOCK = 2**25
+
+
+def _defined(case: Case, dtype: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """Output and gradients by the definition, a block of queries at a time."""
+    T = case.T
+    rows = min(T, max(1, _BLOCK // (case.B * case.H * T)))
+    rows = 1 << (rows.bit_length() - 1)  # T is a power of two: whole blocks
+    key, value = arrays["key"], arrays["value"]
+    ids = arrays.get("segments", jnp.zeros((1, T), jnp.int32))
+    positions = jnp.arange(T, dtype=jnp.int32)[None]
+
+    def block(sums: tuple[jax.Array, jax.Array], start: jax.Array):
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows, axis=1)
+        mask = MaskInfo.from_segments(cut(ids), ids, cut(positions), positions)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            call = canonicalise(
+                query, key, value, mask_info=mask, causal=case.causal, sliding_window=case.sliding_window
+            )
+            return reference(call, dtype)["out"]
+
+        out, pull = jax.vjp(attend, cut(arrays["query"]), key, value)
+        dquery, *shares = pull(cut(arrays["dout"]))
+        sums = tuple(x + share.astype(jnp.float32) for x, share in zip(sums, shares, strict=True))
+        return sums, (out, dquery)
+
+    zeros = (jnp.zeros(key.shape), jnp.zeros(value.shape))
+    (dkey, dvalue), blocks = lax.scan(block, zeros, jnp.arange(0, T, rows))
+    out, dquery = (jnp.moveaxis(x, 0, 1).reshape(arrays["query"].shape) for x in blocks)
+    gradients = {"dquery": dquery, "dkey": dkey.astype(dtype), "dvalue": dvalue.astype(dtype)}
+    return {"out": out}, gradients

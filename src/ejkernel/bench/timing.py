@@ -1,0 +1,41 @@
+"""Times that can be compared: medians of samples taken in turns, each long enough that starting it weighs nothing."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+SAMPLE_SECONDS = 0.025
+# what takes longer than this is measured only so often: it is not a close race
+SLOW_SECONDS, SLOW_REPEATS = 1.0, 3
+# on a CPU the idle threads of the one before spin for a while and would slow the next
+REST_SECONDS = 0.3
+
+
+class Samples(NamedTuple):
+    """Seconds of one call, sample by sample, and how many calls made a sample."""
+
+    seconds: list[float]
+    calls: int
+
+    @property
+    def median(self) -> float:
+        ordered = sorted(self.seconds)
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[-middle - 1]) / 2
+
+
+def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: float = 0.0) -> dict[str, Samples]:
+    """Samples of each, one of each in turn: a clock that drifts slows all alike.
+
+    A run takes a number of calls and returns the seconds these took together.
+    """
+    calls = {name: max(1, math.ceil(SAMPLE_SECONDS / run(1))) for name, run in runs.items()}
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        for name, run in runs.items():
+            if turn >= SLOW_REPEATS and found[name][0] > SLOW_SECONDS:
+                continue
+            time.sleep(rest)
+            found[name].append(run(calls[name]) / calls[name])
+    return {name: Samples(found[name], calls[name]) for name in runs}

@@ -1,0 +1,57 @@
+"""Work spread over fresh processes: one that dies takes nothing with it, and none outlives the deadline."""
+
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+
+class Lost(NamedTuple):
+    """Stands for the outcome of work that came to nothing."""
+
+    reason: str
+
+
+TOO_LATE = Lost("no time was left")
+
+
+def _work(task: Callable[[Any], Any], item: Any, answer: Connection) -> None:
+    answer.send(task(item))
+    answer.close()
+
+
+def spread(task: Callable[[Any], Any], items: deque[Any], processes: int, deadline: float) -> Iterator[tuple[Any, Any]]:
+    """(item, task(item)) as they come, each from a process of its own; `Lost` where it died or was too late.
+
+    Items may be added to the queue while iterating. `deadline` is in terms of `time.monotonic`.
+    """
+    context = multiprocessing.get_context("spawn")
+    running: dict[Connection, tuple[Any, Any]] = {}
+    try:
+        while (items or running) and time.monotonic() < deadline:
+            while items and len(running) < processes:
+                item = items.popleft()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(task, item, sender))
+                process.start()
+                sender.close()  # the child's copy is then the only one, and its death an end of file
+                running[receiver] = item, process
+            for receiver in wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(receiver, Connection)
+                item, process = running[receiver]
+                try:
+                    outcome = receiver.recv()
+                except EOFError:
+                    process.join()
+                    outcome = Lost(f"its process ended with exit code {process.exitcode}")
+                del running[receiver]
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+                yield item, outcome
+    finally:
+        for _, process in running.values():
+            process.kill()
+    yield from ((item, TOO_LATE) for item in [*(item for item, _ in running.values()), *items])

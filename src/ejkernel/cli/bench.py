@@ -1,0 +1,237 @@
+"""`ejkernel bench`: measure against peers, and show what was measured."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ejkernel.cli import screen
+
+if TYPE_CHECKING:
+    from ejkernel.bench.benchmark import Benchmark, Contender
+    from ejkernel.bench.measure import Result
+    from ejkernel.bench.report import Document, Grid
+
+app = typer.Typer(no_args_is_help=True, help="Measure against peers: times, memory, first calls, every answer checked.")
+
+CaseFilter = Annotated[str | None, typer.Option(help="Only cases whose name matches this regular expression.")]
+Platforms = Annotated[
+    list[str] | None, typer.Option(help="Of ours: auto, xla, triton, pallas or cudnn; again for more.")
+]
+Peers = Annotated[list[str] | None, typer.Option(help="Only this peer (see --list), or none; again for more.")]
+Json = Annotated[Path | None, typer.Option(help="Keep the numbers there, written after every case.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw it there (.png, .svg); needs matplotlib.")]
+Tuned = Annotated[
+    Path | None, typer.Option(help="Merge our times into this tuned file: they order the platforms of auto.")
+]
+Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, taken in turns.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
+List = Annotated[bool, typer.Option("--list", help="Say what would be measured.")]
+Budget = Annotated[float | None, typer.Option(min=0, help="Seconds; what does not fit is skipped.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes that compile side by side; by default 1, on a GPU all cores but two."),
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked of a benchmark."""
+
+    case: str | None
+    platform: list[str] | None
+    peer: list[str] | None
+    json: Path | None
+    plot: Path | None
+    tuned: Path | None
+    repeats: int
+    quick: bool
+    only_list: bool
+    budget: float | None
+    jobs: int | None
+
+
+@app.command()
+def softmax(
+    case: CaseFilter = None,
+    platform: Platforms = None,
+    peer: Peers = None,
+    json: Json = None,
+    plot: Plot = None,
+    tuned: Tuned = None,
+    repeats: Repeats = 7,
+    quick: Quick = False,
+    only_list: List = False,
+    budget: Budget = None,
+    jobs: Jobs = None,
+) -> None:
+    """Softmax attention, dense and masked, forward and backward, against JAX's and PyTorch's best."""
+    _run("softmax", Options(**locals()))
+
+
+def _run(name: str, options: Options) -> None:
+    deadline = time.monotonic() + (float("inf") if options.budget is None else options.budget)
+    # JAX would take most of the memory, and PyTorch is to live beside it
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    from ejkernel.bench import report
+    from ejkernel.cli.info import machine
+
+    benchmark: Benchmark = import_module(f"ejkernel.bench.{name}").BENCHMARK
+    console, backend = screen.console(), jax.default_backend()
+    contenders, missing = _contenders(benchmark, backend, options)
+    wanted = _matching(options.case)
+    cases = [case for case in benchmark.cases(backend, options.quick) if wanted(case.name)]
+    if not cases or not contenders:
+        raise typer.BadParameter(f"nothing to measure: {len(cases)} cases, {len(contenders)} contenders")
+    if options.only_list:
+        _print_lines(console, [case.name for case in cases])
+        _print_lines(console, [f"{c.key}: {c.name}" for c in contenders])
+        _print_lines(console, [f"{name}: {reason}" for name, reason in missing.items()])
+        return
+    found = report.document(benchmark, machine(), cases, contenders, missing)
+    for results in _measured(benchmark, backend, cases, contenders, options, deadline):
+        report.add(found, results)
+        for result in results:
+            print(report.line(result), flush=True)
+        if options.json is not None:
+            report.save(found, options.json)
+    found["complete"] = all(result["status"] != "skipped" for result in found["results"])
+    if options.json is not None:
+        report.save(found, options.json)
+    _show(console, found, options.plot, options.tuned)
+    _judge(console, found)
+
+
+def _matching(pattern: str | None) -> Callable[[str], bool]:
+    try:
+        compiled = re.compile(pattern or "")
+    except re.error as error:
+        raise typer.BadParameter(f"--case {pattern!r} is no regular expression: {error}") from None
+    return lambda name: compiled.search(name) is not None
+
+
+def _contenders(benchmark: "Benchmark", backend: str, options: Options) -> "tuple[list[Contender], dict[str, str]]":
+    """Those asked for that are here, and why the others are not."""
+    from ejkernel.ops.operation import PLATFORMS
+
+    everybody = benchmark.contenders(backend, options.platform)
+    peers = [c.key for c in everybody if c.platform is None]
+    unknown = {*(options.platform or ())} - {"auto", *PLATFORMS} | {*(options.peer or ())} - {"none", *peers}
+    if unknown:
+        known = f"platforms: auto, {', '.join(PLATFORMS)}; peers: none, {', '.join(peers)}"
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is unknown; {known}")
+    asked = [c for c in everybody if c.platform is not None or not options.peer or c.key in options.peer]
+    missing = {c.name: reason for c in asked if (reason := c.missing(backend)) is not None}
+    return [c for c in asked if c.name not in missing], missing
+
+
+def _measured(
+    benchmark: "Benchmark",
+    backend: str,
+    cases: list[Any],
+    contenders: "list[Contender]",
+    options: Options,
+    deadline: float,
+) -> "Iterator[list[Result]]":
+    from ejkernel.bench.measure import Job, measure_here, measure_in_processes
+
+    # a TPU belongs to one process, and on a CPU what compiles would slow what is measured
+    jobs = options.jobs or (max(1, (os.cpu_count() or 1) - 2) if backend == "gpu" else 1)
+    if jobs == 1:
+        yield from measure_here(benchmark, cases, contenders, options.repeats, deadline)
+        return
+    # PyTorch's own pool of compilers, in every process, would be too many
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    job = partial(Job, benchmark=benchmark.name, backend=backend, platforms=options.platform, repeats=options.repeats)
+    names = [contender.name for contender in contenders]
+    with TemporaryDirectory() as folder:
+        lock = str(Path(folder) / "device.lock")
+        yield from measure_in_processes([job(case=c, contenders=names, lock=lock) for c in cases], jobs, deadline)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")],
+    case: CaseFilter = None,
+    plot: Plot = None,
+    tuned: Tuned = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+) -> None:
+    """Show a run that was kept."""
+    from ejkernel.bench import report
+
+    try:
+        found = report.only(report.load(file), _matching(case))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if markdown:
+        print(report.markdown(found))
+    _show(screen.console(), found, plot, tuned, tables=not markdown)
+
+
+def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> None:
+    from ejkernel.bench import report
+
+    if tables:
+        for grid in [*report.speeds(found), report.costs(found)]:
+            _print_grid(console, grid)
+        console.print(f"{report.where(found)}. Medians; {report.AUTO} is what auto takes.", markup=False)
+        _print_lines(console, report.notes(found))
+    if tuned is not None:
+        report.tuned(found).save(tuned)
+        console.print(f"our times are in {tuned}", markup=False)
+    if plot is not None:
+        _draw(console, found, plot)
+
+
+def _draw(console: Console, found: "Document", path: Path) -> None:
+    from ejkernel.bench.plot import draw
+
+    try:
+        draw(found, path)
+    except ModuleNotFoundError as missing:
+        console.print(f"no picture: {missing.name} is not installed (pip install 'ejkernel[bench]')", markup=False)
+        return
+    console.print(f"the picture is in {path}", markup=False)
+
+
+def _print_grid(console: Console, grid: "Grid") -> None:
+    shown = screen.table(*grid.columns, right=grid.numbers, whole=grid.columns[:1])
+    for row in grid.rows:
+        styles = ["red" if cell.bad else "bold green" if cell.best else "none" for cell in row]
+        shown.add_row(*(f"[{style}]{escape(cell.text)}[/]" for cell, style in zip(row, styles, strict=True)))
+    console.print(shown)
+
+
+def _print_lines(console: Console, lines: list[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _judge(console: Console, found: "Document") -> None:
+    """Say how it went; exit with 1 where an answer is wrong, ours failed, or nothing was measured."""
+    from ejkernel.bench import report
+
+    failed = report.failures(found)
+    measured = sum(result["milliseconds"] is not None for result in found["results"])
+    for failure in failed:
+        console.print(f"[red]{escape(failure)}[/]")
+    skipped = sum(result["status"] == "skipped" for result in found["results"])
+    if skipped:
+        console.print(f"[yellow]{skipped} measurements were skipped[/]")
+    if failed or not measured:
+        console.print(f"[red]{len(failed)} failures, {measured} measurements[/]")
+        raise typer.Exit(1)
+    console.print(f"[green]{measured} measurements, every answer right[/]")

@@ -1,0 +1,278 @@
+"""`ejkernel bench`: what it measures, checks, keeps and shows, at toy sizes."""
+
+import dataclasses
+import json
+import os
+import time
+from collections import deque
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from ejkernel.bench import measure, softmax, timing
+from ejkernel.bench.benchmark import BOTH, FORWARD, Contender
+from ejkernel.bench.measure import Job, Measured, measure_in_processes
+from ejkernel.bench.softmax import cases as softmax_cases
+from ejkernel.bench.softmax.cases import Case
+from ejkernel.bench.timing import in_turns
+from ejkernel.bench.workers import TOO_LATE, Lost, spread
+from ejkernel.cli.main import app
+from ejkernel.modules import flash_attention
+from ejkernel.ops import TunedConfigs, explain
+from ejkernel.ops.cache import user_file
+
+CAUSAL = Case("dense", 1, 32, 2, 2, 8, "causal", "float32")
+DOCUMENTS = Case("masked", 1, 32, 4, 2, 8, "documents", "bfloat16", documents=4)
+OURS, PEER, TORCH = "ejkernel xla", "jax.nn (XLA)", "PyTorch SDPA"
+BENCHMARK = softmax.BENCHMARK
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The benchmark with toy cases, and with contenders of the test's making beside its own."""
+    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(softmax_cases, "_BLOCK", 32 * 2 * 8)  # eight queries at a time
+
+    def use(*cases, more=()):
+        changed = dataclasses.replace(
+            BENCHMARK,
+            cases=lambda backend, quick: list(cases),
+            contenders=lambda backend, platforms: [*BENCHMARK.contenders(backend, platforms), *more],
+        )
+        monkeypatch.setattr(softmax, "BENCHMARK", changed)
+
+    return use
+
+
+def contender(name, change=None, *, error=None, refusal=None, platform=None):
+    """jax.nn's results, changed on the way; or one that raises or refuses."""
+    nn = next(c for c in BENCHMARK.contenders("cpu", None) if c.name == PEER)
+
+    def build(case, what, arrays, quiet):
+        if error is not None:
+            raise error
+        program = nn.build(case, what, arrays, quiet)
+        return dataclasses.replace(program, results=lambda: (change or dict)(dict(program.results())))
+
+    return Contender(name, name, build, refusal=lambda case: refusal, platform=platform)
+
+
+def test_a_whole_run(toy, tmp_path):
+    toy(CAUSAL, DOCUMENTS)
+    kept, picture, tuned = tmp_path / "deep" / "run.json", tmp_path / "run.png", tmp_path / "tuned.json"
+    options = ["--json", str(kept), "--plot", str(picture), "--tuned", str(tuned), "--repeats", "2"]
+    result = run("softmax", *options)
+    assert result.exit_code == 0, result.output
+    assert "every answer right" in result.output and "cuDNN (jax.nn): needs gpu, this is cpu" in result.output
+    assert "dense B1 T32 H2 D8 causal, forward + backward, ejkernel xla: " in result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    found = json.loads(kept.read_text())
+    assert found["complete"] and found["machine"]["jax"] == jax.__version__
+    assert found["cases"][CAUSAL.name]["auto"] == "xla" and found["contenders"][OURS] == "xla"
+    assert TORCH in {*found["contenders"], *found["missing"]}
+    rows = {(r["case"], r["what"], r["contender"]): r for r in found["results"]}
+    assert len(rows) == len(found["results"]) == 2 * 2 * len(found["contenders"])
+    for (case, what, _), row in rows.items():
+        assert row["status"] == "ok", row
+        assert len(row["samples"]) == 2 and row["first_call_seconds"] > 0 and row["calls"] >= 1
+        one = next(c for c in (CAUSAL, DOCUMENTS) if c.name == case)
+        assert row["tflops"] == pytest.approx(one.flops(what) / row["milliseconds"] / 1e9, rel=1e-3)
+        assert set(row["errors"]) == ({"out"} if what == FORWARD else {"out", "dquery", "dkey", "dvalue"})
+    assert rows[CAUSAL.name, FORWARD, OURS]["temporary_megabytes"] > 0
+
+    times = TunedConfigs.load(tuned)
+    place = rows[CAUSAL.name, FORWARD, OURS]["tuning"]
+    total = sum(rows[CAUSAL.name, what, OURS]["milliseconds"] for what in (FORWARD, BOTH)) * 1e3
+    for operation in ("flash_attention", "scaled_dot_product_attention"):
+        assert times.times(operation, place["bucket"]) == {"xla": pytest.approx(total, rel=1e-3)}
+
+    shown = run("show", str(kept), "--markdown", "--case", "masked", "--plot", str(tmp_path / "one.svg"))
+    assert shown.exit_code == 0 and "| B1 T32 H4 Hkv2 D8 documents 4 |" in shown.output
+    assert CAUSAL.name.removeprefix("dense ") not in shown.output
+    assert (tmp_path / "one.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda got: got | {"out": 1.001 * got["out"]},
+        lambda got: got | {"out": got["out"] + np.nan},
+        lambda got: got | ({"dkey": got["dvalue"]} if "dkey" in got else {}),
+    ],
+    ids=["a little", "nan", "gradient"],
+)
+def test_a_wrong_answer_is_said_and_exits_with_1(toy, tmp_path, change):
+    toy(CAUSAL, more=[contender("liar", change)])
+    result = run("softmax", "--peer", "jax-nn", "--peer", "liar", "--repeats", "1", "--json", str(tmp_path / "x.json"))
+    assert result.exit_code == 1
+    assert "WRONG" in result.output and "liar: wrong" in result.output
+    found = json.loads((tmp_path / "x.json").read_text())["results"]
+    assert {r["contender"] for r in found if r["status"] == "wrong"} == {"liar"}
+
+
+def test_refusals_and_failures_are_shown(toy):
+    shy = contender("shy", refusal="too shy for this")
+    broken = contender("broken", error=KeyError("on fire"))
+    misshapen = contender("misshapen", lambda got: got | {"out": got["out"][0]})
+    toy(CAUSAL, more=[shy, broken, misshapen])
+    result = run("softmax", "--peer", "shy", "--peer", "broken", "--peer", "misshapen", "--repeats", "1")
+    assert result.exit_code == 0, result.output  # a peer's failure is not ours
+    assert "refused: too shy for this" in result.output and "failed: KeyError: 'on fire'" in result.output
+    assert "out has shape (32, 2, 8), not (1, 32, 2, 8)" in result.output
+
+
+def test_a_failure_of_ours_exits_with_1(toy):
+    toy(CAUSAL, more=[contender("ours too", error=NotImplementedError("on fire"), platform="triton")])
+    assert run("softmax", "--peer", "none", "--repeats", "1").exit_code == 1
+
+
+def test_what_does_not_fit_the_budget_is_skipped(toy, tmp_path):
+    toy(CAUSAL, DOCUMENTS)
+    result = run("softmax", "--peer", "none", "--budget", "0", "--json", str(tmp_path / "x.json"))
+    assert result.exit_code == 1 and "4 measurements were skipped" in result.output
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert not found["complete"] and {r["reason"] for r in found["results"]} == {TOO_LATE.reason}
+
+
+def test_list_and_unknown_names(toy):
+    toy(CAUSAL, DOCUMENTS)
+    result = run("softmax", "--list", "--case", "^dense", "--platform", "auto", "--platform", "xla")
+    assert result.exit_code == 0 and CAUSAL.name in result.output and DOCUMENTS.name not in result.output
+    assert "ejkernel-auto" in result.output and "jax-nn" in result.output
+    for wrong in (["--peer", "flesh"], ["--platform", "abacus"], ["--case", "nothing"], ["--case", "("]):
+        assert run("softmax", *wrong).exit_code == 2
+
+
+def test_a_foreign_file_is_not_shown(tmp_path):
+    (tmp_path / "x.json").write_text('{"schema": 0}')
+    assert run("show", str(tmp_path / "x.json")).exit_code == 2
+
+
+# Cases ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_cases(backend, quick):
+    found = BENCHMARK.cases(backend, quick)
+    assert len({case.name for case in found}) == len(found)
+    assert all(case.T & (case.T - 1) == 0 for case in found)  # the definition is computed in blocks
+    if backend == "gpu":
+        assert all(case.B * case.T == 16384 for case in found)
+        assert all(case.H * case.D == 2048 for case in found if case.group == "dense")
+
+
+def test_flops_count_the_pairs_that_are_seen():
+    at = np.arange(64)
+    seen = {
+        "full": np.ones((64, 64)),
+        "window": (at[:, None] >= at) & (at[:, None] - at < 16),
+        "causal": (at[:, None] > at) + 0.5 * (at[:, None] == at),  # the convention: half of T * T
+        "documents": ((at[:, None] > at) + 0.5 * (at[:, None] == at)) * (at[:, None] // 16 == at // 16),
+    }
+    for mask, pairs in seen.items():
+        case = Case("x", 2, 64, 4, 2, 8, mask, "float32", window=16 if mask == "window" else None, documents=4)
+        assert case.flops(FORWARD) == 4 * 2 * 4 * 8 * pairs.sum(), mask
+        assert case.flops(BOTH) == 3.5 * case.flops(FORWARD)
+
+
+# Timing and processes ---------------------------------------------------------------------------------------
+
+
+def test_samples_are_taken_in_turns():
+    seen = []
+
+    def runner(name, seconds):
+        def run(calls):
+            seen.append((name, calls))
+            return seconds * calls
+
+        return run
+
+    found = in_turns({"quick": runner("quick", 0.001), "slow": runner("slow", 2.0)}, repeats=5)
+    assert seen[:2] == [("quick", 1), ("slow", 1)]  # how many calls make a sample
+    assert seen[2:6] == [("quick", 25), ("slow", 1)] * 2
+    assert found["quick"].median == pytest.approx(0.001) and len(found["quick"].seconds) == 5
+    assert len(found["slow"].seconds) == 3  # not a close race
+    assert timing.Samples([3.0, 1.0, 8.0, 2.0], 1).median == 2.5
+
+
+def test_a_process_that_dies_takes_nothing_with_it():
+    items = deque([3, 4])
+    found = dict(spread(os._exit, items, 2, time.monotonic() + 60))
+    assert found == {code: Lost(f"its process ended with exit code {code}") for code in (3, 4)}
+
+
+def test_answers_of_processes_and_items_added_meanwhile():
+    items, found = deque([-1]), []
+    for item, answer in spread(abs, items, 1, time.monotonic() + 60):
+        found.append((item, answer))
+        items.extend([-2] if item == -1 else [])
+    assert found == [(-1, 1), (-2, 2)]
+
+
+def test_no_process_outlives_the_deadline():
+    start = time.monotonic()
+    assert list(spread(time.sleep, deque([50, 60]), 1, start + 2)) == [(50, TOO_LATE), (60, TOO_LATE)]
+    assert time.monotonic() - start < 20
+
+
+def test_a_case_in_a_process_of_its_own(tmp_path):
+    job = Job("softmax", "cpu", CAUSAL, None, [OURS], 1, str(tmp_path / "lock"))
+    (results,) = measure_in_processes([job], 2, time.monotonic() + 120)
+    assert [(r.what, r.status) for r in results] == [(FORWARD, "ok"), (BOTH, "ok")]
+
+
+def test_a_case_starts_again_without_what_took_the_device_down(monkeypatch):
+    tried = []
+
+    def fake(task, queue, processes, deadline):
+        while queue:
+            job = queue.popleft()
+            tried.append(job.contenders)
+            yield job, Measured([], "bad" if "bad" in job.contenders else None)
+
+    monkeypatch.setattr(measure, "spread", fake)
+    list(measure_in_processes([Job("softmax", "gpu", CAUSAL, None, ["good", "bad"], 1, "")], 2, 0.0))
+    assert tried == [["good", "bad"], ["good"]]
+
+
+def test_a_device_that_went_down_ends_the_case(toy, monkeypatch):
+    toy(CAUSAL, DOCUMENTS, more=[contender("killer", error=RuntimeError("illegal address"))])
+    monkeypatch.setattr(measure, "_device_works", lambda: False)
+    result = run("softmax", "--peer", "killer", "--repeats", "1")
+    assert result.exit_code == 1 and "the device went down under killer" in result.output
+
+
+# For auto ---------------------------------------------------------------------------------------------------
+
+
+def test_times_order_the_platforms_of_auto(tmp_path, monkeypatch):
+    """A run of two platforms, kept in the user's file, decides for shapes near the one measured."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    bucket = "B1-T32-S32-H2-K2-D8-V8-float32-causal"
+    results = [
+        {"case": "c", "what": what, "contender": f"ejkernel {platform}", "status": "ok", "milliseconds": time_}
+        | {"tuning": {"operations": ["flash_attention"], "bucket": bucket, "platform": platform, "config": None}}
+        for platform, times in {"xla": (2.0, 5.0), "cudnn": (1.0, 7.0)}.items()
+        for what, time_ in zip((FORWARD, BOTH), times, strict=True)
+    ]
+    found = {"schema": 1, "results": results, "cases": {"c": {}}}
+    found |= {"contenders": {"ejkernel xla": "xla", "ejkernel cudnn": "cudnn", "peer": None}}
+    from ejkernel.bench.report import tuned
+
+    tuned(found).save(user_file("cpu"))
+    x = jax.ShapeDtypeStruct((4, 60, 2, 8), "float32")
+    told = explain(flash_attention, x, x, x, causal=True)
+    assert told.reason.startswith(f"fastest measured at {bucket}, the nearest to B4-T64")
+    assert told.reason.endswith("xla 7000 us, cudnn 8000 us")
