@@ -97,14 +97,14 @@ class Benchmark:
         cases: (backend, quick) to cases, the most telling first.
         contenders: (backend, our platforms or None for those worth measuring) to everybody, present or not.
         problem: puts a case on the device.
-        choice: the platform that our `platform="auto"` takes for a case.
+        choice: the platforms that our `platform="auto"` takes for a case, by pass.
     """
 
     name: str
     cases: Callable[[str, bool], list[Any]]
     contenders: Callable[[str, list[str] | None], list[Contender]]
     problem: Callable[[Any], Problem]
-    choice: Callable[[Any], str | None]
+    choice: Callable[[Any], dict[str, str | None]]
 
 
 def jax_program(function: Callable[[Arrays], Arrays], arrays: Arrays, quiet: Quiet) -> Program:

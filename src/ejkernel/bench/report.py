@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ejkernel.bench.benchmark import Benchmark, Contender
+from ejkernel.bench.benchmark import BOTH, FORWARD, Benchmark, Contender
 from ejkernel.bench.measure import Result
 from ejkernel.ops import TunedConfigs
 
@@ -16,7 +16,7 @@ SCHEMA = 1
 AUTO = "†"  # beside the time of the platform that auto takes
 
 # `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
-# `cases` (name to facts, with `auto`: what our auto takes), `complete`, and `results`
+# `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
 Document = dict[str, Any]
 
 
@@ -181,7 +181,7 @@ def _speed_rows(found: Document, group: str, what: str) -> list[list[Cell]]:
             continue
         best, best_peer = _fastest(row, ours), _fastest(row, peers)
         fastest = min((x for x in (best, best_peer) if x is not None), default=None)
-        cells = [_cell(row.get(n), facts["unit"], fastest, names[n] == facts["auto"]) for n in names]
+        cells = [_cell(row.get(n), facts["unit"], fastest, names[n] == facts["auto"][what]) for n in names]
         ratio = f"{best_peer / best:.2f}" if best and best_peer else ""
         rows.append([Cell(case.removeprefix(group).strip()), *cells, Cell(ratio)])
     return rows
@@ -242,14 +242,15 @@ def markdown(found: Document) -> str:
 
 
 def tuned(found: Document) -> TunedConfigs:
-    """Our times by bucket and platform, summed over the passes: what orders the platforms of `auto`."""
+    """Our times by bucket and platform: what orders the platforms of `auto`."""
     total = TunedConfigs()
-    for name in [name for name, platform in found["contenders"].items() if platform not in (None, "auto")]:
-        for case in found["cases"]:
-            own = [r for r in found["results"] if r["contender"] == name and r["case"] == case]
-            if not own or any(r["status"] != "ok" for r in own):
-                continue
-            place, microseconds = own[0]["tuning"], round(sum(r["milliseconds"] for r in own) * 1e3, 1)
-            for operation in place["operations"]:
-                total = total.add(operation, place["bucket"], place["platform"], place["config"], microseconds)
+    times = {(r["contender"], r["case"], r["what"]): r for r in found["results"] if r["status"] == "ok"}
+    for (name, case, what), result in times.items():
+        if what != FORWARD or found["contenders"][name] in (None, "auto"):
+            continue
+        both = times.get((name, case, BOTH))
+        microseconds = [round(r["milliseconds"] * 1e3, 1) for r in (result, both) if r is not None]
+        place = result["tuning"]
+        for operation in place["operations"]:
+            total = total.add(operation, place["bucket"], place["platform"], place["config"], *microseconds)
     return total

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.bench.benchmark import FORWARD, Arrays, Contender, Program, Quiet, jax_program
+from ejkernel.bench.benchmark import BOTH, FORWARD, Arrays, Contender, Program, Quiet, jax_program
 from ejkernel.bench.softmax import torch_peers
 from ejkernel.bench.softmax.cases import Case
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION, bucket
@@ -64,9 +64,10 @@ def _explained(case: Case, platform: str) -> Explanation:
     return explain(call, **_structs(case))
 
 
-def choice(case: Case) -> str | None:
-    """The platform that auto takes."""
-    return _explained(case, "auto").platform
+def choice(case: Case) -> dict[str, str | None]:
+    """The platforms that auto takes, by pass."""
+    told = _explained(case, "auto")
+    return {FORWARD: told.platform, BOTH: (told.training or told).platform}
 
 
 def _ours(platform: str) -> Contender:
