@@ -14,7 +14,14 @@ import jax.extend as jex
 from ejkernel.bridge.triton import TRITON_TYPES, Launch, launch_p
 
 # shared memory a program may use, in bytes
-TARGETS = {"sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448}
+TARGETS = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+}
 
 
 @dataclass(frozen=True)

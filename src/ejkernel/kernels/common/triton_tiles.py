@@ -80,8 +80,9 @@ def guarded_dot(b_w, b_rows, m_seen, b_acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def has_nan(b_x):
-    """1 where a tile holds a nan, else 0."""
-    return tl.max(tl.max((b_x != b_x).to(tl.int32), 1), 0)
+    """(1,): 1 where a tile holds a nan, else 0."""
+    # through rank 2: Triton 3.6 cannot compile a reduction of rank 1 after a product for sm_100
+    return tl.max(tl.max((b_x != b_x).to(tl.int32), 1, keep_dims=True), 0)
 
 
 @triton.jit

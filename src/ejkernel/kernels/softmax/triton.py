@@ -49,13 +49,9 @@ class Config:
 
 def unsupported(call: Call) -> list[str]:
     dims = dimensions(call)
-    capability = call.target.capability
     limits = {
         f"head_dim {max(dims.D, dims.Dv)}: at most 256": max(dims.D, dims.Dv) > 256,
-        f"{call.target.arch}: needs sm_80 or newer": call.target.backend == "gpu" and capability < 80,
-        f"{call.target.arch}: Triton 3.6 fails to compile the kernels for it (in its pass for tensor memory)": (
-            capability >= 100
-        ),
+        f"{call.target.arch}: needs sm_80 or newer": call.target.backend == "gpu" and call.target.capability < 80,
         f"precision {call.spec.precision}": isinstance(call.spec.precision, jax.lax.DotAlgorithmPreset),
     }
     return [reason for reason, holds in limits.items() if holds]
@@ -67,6 +63,12 @@ _HOPPER = {
     64: (((64, 64, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3)), ((128, 64, 8, 3), (128, 64, 4, 3), (32, 128, 4, 3))),
     128: (((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 1)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
     256: (((128, 32, 8, 3), (128, 32, 8, 1), (64, 64, 8, 2)), ((128, 64, 8, 2), (128, 32, 8, 1), (64, 64, 8, 2))),
+}
+# compiled, never timed: shapes that fit the tensor memory and do not spill
+_BLACKWELL = {
+    64: (((128, 64, 8, 3), (128, 64, 4, 3), (32, 128, 4, 3)),) * 2,
+    128: (((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),) * 2,
+    256: (((128, 64, 8, 2), (128, 64, 8, 1), (32, 64, 8, 2)),) * 2,
 }
 # elsewhere: sm_80 has 163 KB of shared memory for a program, sm_86 and sm_89 have 99: one table that fits the smaller
 _AMPERE = {
@@ -84,7 +86,7 @@ _FLOAT32 = {
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
     width = max(64, _power_of_two(max(dims.D, dims.Dv)))
-    tables = {0: _HOPPER, 90: _HOPPER}  # 0: in the interpreter
+    tables = {0: _HOPPER, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}  # 0: in the interpreter
     table = _FLOAT32 if call["query"].dtype == jnp.float32 else tables.get(call.target.capability, _AMPERE)
     return Config(*(Tile(*tile) for tile in table[width][0 if _hides_anything(call) else 1]))
 

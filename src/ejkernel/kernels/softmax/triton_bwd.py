@@ -221,7 +221,7 @@ def dq_kernel(
                 b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     store_rows(p_dq, b_dq * scale, i_q, T, H * D, BQ, D, BD)
     if not GUARD:
-        tl.store(p_bad + i_bh * n_rows + i_row, has_nan(b_dq))
+        tl.store(p_bad + i_bh * n_rows + i_row + tl.arange(0, 1), has_nan(b_dq))
 
 
 @triton.jit
@@ -362,7 +362,8 @@ def dkv_kernel(
     store_rows(p_dk, b_dk * scale, i_k, S, Hk * D, BK, D, BD)
     store_rows(p_dv, b_dv, i_k, S, Hk * DV, BK, DV, BDV)
     if not GUARD:
-        tl.store(p_bad + tl.program_id(1) * n_rows + i_row, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
+        o_bad = tl.program_id(1) * n_rows + i_row + tl.arange(0, 1)
+        tl.store(p_bad + o_bad, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
 
 
 @triton.jit
@@ -471,7 +472,7 @@ def dbias_kernel(
     o_t, o_s = i_tile_q * BQ + tl.arange(0, BQ), i_tile_k * BK + tl.arange(0, BK)
     p_dbias += tl.program_id(2).to(tl.int64) * n_bias_t * n_bias_s
     if n_bias_t == 1 and n_bias_s == 1:
-        tl.store(p_dbias, tl.sum(tl.sum(b_sum, 1), 0))
+        tl.store(p_dbias + tl.arange(0, 1), tl.sum(tl.sum(b_sum, 1, keep_dims=True), 0))
     elif n_bias_t == 1:
         tl.store(p_dbias + o_s, tl.sum(b_sum, 0), mask=o_s < S)
     elif n_bias_s == 1:

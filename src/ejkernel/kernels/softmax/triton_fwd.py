@@ -201,4 +201,4 @@ def forward_kernel(
     if ARGMAX:
         tl.store(p_argmax + o_row, b_arg, mask=o_q < T)
     if not GUARD:
-        tl.store(p_bad + i_bh * n_rows + i_row, has_nan(b_out))
+        tl.store(p_bad + i_bh * n_rows + i_row + tl.arange(0, 1), has_nan(b_out))
