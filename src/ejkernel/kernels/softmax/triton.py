@@ -147,8 +147,6 @@ class _Launch:
             "p_index": index,
             "T": dims.T,
             "S": dims.S,
-            "H": dims.H,
-            "G": dims.G,
             "B": dims.B,
             "scale": spec.scale,
             "soft_cap": spec.soft_cap or 1.0,
@@ -167,6 +165,8 @@ class _Launch:
         capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"
         pattern_q, pattern_k = spec.pattern_block or (None, None)
         self.constants = {
+            "H": dims.H,
+            "G": dims.G,
             "D": dims.D,
             "DV": dims.Dv,
             "BD": _power_of_two(dims.D),
