@@ -274,7 +274,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     from ejkernel.kernels.softmax.triton_bwd import dbias_kernel, dkv_kernel, dq_kernel
 
     lse, delta = row_terms(residuals, cotangents)
-    rows = {"p_dout": cotangents["out"], "p_lse": lse * LOG2_E, "p_delta": delta}
+    rows = {"p_dout": cotangents["out"], **_padded_rows(lse, delta, max(config.dq.block_q, config.dkv.block_q))}
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
     (dquery,) = _run_twice(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, **rows)
@@ -283,6 +283,13 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     if "bias" in call:
         gradients["bias"] = _bias_gradient(call, config, rows, dbias_kernel)
     return gradients
+
+
+def _padded_rows(lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:
+    """lse in units of log2 and delta, to the end of the last block: loads of them need no mask and are aligned."""
+    pad = ((0, 0), (0, 0), (0, -lse.shape[-1] % block))
+    lse, delta = jnp.pad(lse * LOG2_E, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
+    return {"p_lse": lse, "p_delta": delta, "s_row": lse.shape[-1]}
 
 
 def _bias_gradient(call: Call, config: Config, rows: dict[str, jax.Array], kernel: Any) -> jax.Array:

@@ -114,6 +114,7 @@ def dq_kernel(
     p_old_dq,
     T,
     S,
+    s_row,
     scale,
     soft_cap,
     keep_scale,
@@ -188,9 +189,9 @@ def dq_kernel(
     seed = tl.load(p_seeds + i_bh) if DROPOUT else tl.full([], 0, tl.uint32)
 
     o_q = i_q + tl.arange(0, BQ)
-    o_row = i_bh.to(tl.int64) * T + o_q
-    b_lse = tl.load(p_lse + o_row, mask=o_q < T, other=float("inf"))
-    b_delta = tl.load(p_delta + o_row, mask=o_q < T, other=0.0)
+    o_row = i_bh.to(tl.int64) * s_row + o_q
+    b_lse = tl.load(p_lse + o_row)
+    b_delta = tl.load(p_delta + o_row)
     # (BQ, BD) and (BQ, BDV)
     b_q = load_rows(p_q, i_q, T, H * D, BQ, D, BD, True)
     b_do = load_rows(p_dout, i_q, T, H * DV, BQ, DV, BDV, True)
@@ -247,6 +248,7 @@ def dkv_kernel(
     p_old_dv,
     T,
     S,
+    s_row,
     scale,
     soft_cap,
     keep_scale,
@@ -323,7 +325,7 @@ def dkv_kernel(
         i_bh = i_b * H + i_h
         p_qh = p_q + (i_b.to(tl.int64) * T * H + i_h) * D
         p_doh = p_dout + (i_b.to(tl.int64) * T * H + i_h) * DV
-        p_rowh = i_bh.to(tl.int64) * T
+        o_head = i_bh.to(tl.int64) * (s_row // 16 * 16)
         p_bias_h, p_mask_h, p_pattern_h, p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h = head_pointers(
             p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
             s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
@@ -342,11 +344,11 @@ def dkv_kernel(
                 o_q = i_q + tl.arange(0, BQ)
                 b_q = load_rows(p_qh, i_q, T, H * D, BQ, D, BD, MASKED)
                 b_do = load_rows(p_doh, i_q, T, H * DV, BQ, DV, BDV, MASKED)
-                b_lse = tl.load(p_lse + p_rowh + o_q, mask=o_q < T, other=float("inf"))
-                b_delta = tl.load(p_delta + p_rowh + o_q, mask=o_q < T, other=0.0)
                 # (BK, BQ): transposed, so that the weights are the left operand of both products below
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
                 b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                b_lse = tl.load(p_lse + o_head + o_q)
+                b_delta = tl.load(p_delta + o_head + o_q)
                 b_kept, b_ds, m_seen = tile_gradient(
                     b_s, b_dp, b_lse[None, :], b_delta[None, :], o_q[None, :], o_k[:, None], seed, p_bias_h,
                     p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h, p_mask_h, p_pattern_h, T, S, scale, soft_cap,
@@ -384,6 +386,7 @@ def dbias_kernel(
     p_seeds,
     T,
     S,
+    s_row,
     scale,
     soft_cap,
     keep_scale,
@@ -447,9 +450,9 @@ def dbias_kernel(
         i_h = i_bh + n // (n_k * n_q) % n_h
         i_b = i_bb + n // (n_k * n_q * n_h)
         o_q, o_k = i_q + tl.arange(0, BQ), i_k + tl.arange(0, BK)
-        o_row = (i_b * H + i_h).to(tl.int64) * T + o_q
-        b_lse = tl.load(p_lse + o_row, mask=o_q < T, other=float("inf"))
-        b_delta = tl.load(p_delta + o_row, mask=o_q < T, other=0.0)
+        o_row = (i_b * H + i_h).to(tl.int64) * s_row + o_q
+        b_lse = tl.load(p_lse + o_row)
+        b_delta = tl.load(p_delta + o_row)
         b_q = load_rows(p_q + (i_b.to(tl.int64) * T * H + i_h) * D, i_q, T, H * D, BQ, D, BD, True)
         b_do = load_rows(p_dout + (i_b.to(tl.int64) * T * H + i_h) * DV, i_q, T, H * DV, BQ, DV, BDV, True)
         b_k = load_rows(p_k + (i_b.to(tl.int64) * S * Hk + i_h // G) * D, i_k, S, Hk * D, BK, D, BD, True)
