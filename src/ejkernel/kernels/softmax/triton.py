@@ -1,6 +1,7 @@
 """Softmax attention in Triton, for NVIDIA GPUs from sm_80 on: configs and launches of the kernels beside it."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,14 +36,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """The tiles of the forward, dq and dk/dv kernels."""
+    """The tiles of the forward, dq and dk/dv kernels.
+
+    With `dv`, dv is a launch of its own with that tile, and `dkv` is the tile of dk alone: one product more, but a wide
+    head's two sums do not share the registers.
+    """
 
     forward: Tile
     dq: Tile
     dkv: Tile
+    dv: Tile | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward", "dq", "dkv"):
+        for name in ("forward", "dq", "dkv", "dv"):
             if isinstance(getattr(self, name), dict):  # as a tuned file gives it
                 object.__setattr__(self, name, Tile(**getattr(self, name)))
 
@@ -191,6 +197,8 @@ class _Launch:
             "LISTS": lists,
             "TAIL_Q": dims.T % tile.block_q != 0,
             "GUARD": guard,
+            "KEY": True,
+            "VALUE": True,
             "PRECISION": _precision(call),
         }
 
@@ -198,12 +206,13 @@ class _Launch:
         """Launch a kernel with the arguments its signature names."""
         from ejkernel.bridge import triton_call
 
-        values = {**self.values, **more}
-        names = [name for name in kernel.arg_names if name in values]
-        constants = {name: value for name, value in self.constants.items() if name in kernel.arg_names}
+        given = {**self.values, **self.constants, **more}
+        constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        values = {name: given[name] for name in kernel.arg_names if name in given and name not in constants}
+        names = list(values)
         return triton_call(
             kernel,
-            *(values[name] for name in names),
+            *values.values(),
             out_shape=out_shape,
             grid=grid,
             num_warps=self.tile.warps,
@@ -274,11 +283,18 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     from ejkernel.kernels.softmax.triton_bwd import dbias_kernel, dkv_kernel, dq_kernel
 
     lse, delta = row_terms(residuals, cotangents)
-    rows = {"p_dout": cotangents["out"], **_padded_rows(lse, delta, max(config.dq.block_q, config.dkv.block_q))}
+    tiles = [config.dq, config.dkv] + ([config.dv] if config.dv else [])
+    rows = {"p_dout": cotangents["out"], **_padded_rows(lse, delta, max(tile.block_q for tile in tiles))}
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
     (dquery,) = _run_twice(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, **rows)
-    dkey, dvalue = _run_twice(call, config.dkv, "k", dkv_kernel, B * Hkv, {"dk": key, "dv": value}, **rows)
+    key_value = partial(_run_twice, call, side="k", kernel=dkv_kernel, heads=B * Hkv, **rows)
+    if config.dv is None:
+        dkey, dvalue = key_value(config.dkv, outputs={"dk": key, "dv": value})
+    else:
+        unwritten = jax.ShapeDtypeStruct((1,), value.dtype)
+        dkey, _ = key_value(config.dkv, outputs={"dk": key, "dv": unwritten}, VALUE=False)
+        _, dvalue = key_value(config.dv, outputs={"dk": unwritten, "dv": value}, KEY=False)
     gradients = {"query": dquery, "key": dkey, "value": dvalue} | sink_gradient(call, lse, delta)
     if "bias" in call:
         gradients["bias"] = _bias_gradient(call, config, rows, dbias_kernel)

@@ -93,6 +93,15 @@ def tile_gradient(
 
 
 @triton.jit
+def weighted_sum(b_w, b_rows, m_seen, b_acc, GUARD: tl.constexpr, PRECISION: tl.constexpr):
+    """b_acc + b_w @ b_rows; guarded where hidden rows may be nan."""
+    if GUARD:
+        return guarded_dot(b_w.to(b_rows.dtype), b_rows, m_seen, b_acc, PRECISION)
+    else:
+        return tl.dot(b_w.to(b_rows.dtype), b_rows, b_acc, input_precision=PRECISION)
+
+
+@triton.jit
 def dq_kernel(
     p_q,
     p_k,
@@ -216,10 +225,7 @@ def dq_kernel(
                 s_bias_t, s_bias_s, s_mask_t, s_mask_s, s_pattern, MASKED, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK,
                 PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN, DROPOUT,
             )  # fmt: skip
-            if MASKED and GUARD:
-                b_dq = guarded_dot(b_ds.to(b_k.dtype), b_k, m_seen, b_dq, PRECISION)
-            else:
-                b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+            b_dq = weighted_sum(b_ds, b_k, m_seen, b_dq, MASKED and GUARD, PRECISION)
     store_rows(p_dq, b_dq * scale, i_q, T, H * D, BQ, D, BD)
     if not GUARD:
         tl.store(p_bad + i_bh * n_rows + i_row + tl.arange(0, 1), has_nan(b_dq))
@@ -299,6 +305,8 @@ def dkv_kernel(
     PLAIN: tl.constexpr,
     DROPOUT: tl.constexpr,
     LISTS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     GUARD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -346,7 +354,10 @@ def dkv_kernel(
                 b_do = load_rows(p_doh, i_q, T, H * DV, BQ, DV, BDV, MASKED)
                 # (BK, BQ): transposed, so that the weights are the left operand of both products below
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-                b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                b_dp = b_s
+                if KEY:
+                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                # after the products, so that they do not take registers during them
                 b_lse = tl.load(p_lse + o_head + o_q)
                 b_delta = tl.load(p_delta + o_head + o_q)
                 b_kept, b_ds, m_seen = tile_gradient(
@@ -355,14 +366,14 @@ def dkv_kernel(
                     keep_scale, threshold, s_bias_t, s_bias_s, s_mask_t, s_mask_s, s_pattern, MASKED, LO, HI, CHUNK,
                     SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K, BIAS, CAPPED, LOGITS, PLAIN, DROPOUT,
                 )  # fmt: skip
-                if MASKED and GUARD:
-                    b_dv = guarded_dot(b_kept.to(b_do.dtype), b_do, m_seen, b_dv, PRECISION)
-                    b_dk = guarded_dot(b_ds.to(b_q.dtype), b_q, m_seen, b_dk, PRECISION)
-                else:
-                    b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-                    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
-    store_rows(p_dk, b_dk * scale, i_k, S, Hk * D, BK, D, BD)
-    store_rows(p_dv, b_dv, i_k, S, Hk * DV, BK, DV, BDV)
+                if VALUE:
+                    b_dv = weighted_sum(b_kept, b_do, m_seen, b_dv, MASKED and GUARD, PRECISION)
+                if KEY:
+                    b_dk = weighted_sum(b_ds, b_q, m_seen, b_dk, MASKED and GUARD, PRECISION)
+    if KEY:
+        store_rows(p_dk, b_dk * scale, i_k, S, Hk * D, BK, D, BD)
+    if VALUE:
+        store_rows(p_dv, b_dv, i_k, S, Hk * DV, BK, DV, BDV)
     if not GUARD:
         o_bad = tl.program_id(1) * n_rows + i_row + tl.arange(0, 1)
         tl.store(p_bad + o_bad, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
