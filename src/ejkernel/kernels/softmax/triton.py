@@ -1,6 +1,6 @@
 """Softmax attention in Triton, for NVIDIA GPUs from sm_80 on: configs and launches of the kernels beside it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ class Tile:
 class Config:
     """The tiles of the forward, dq and dk/dv kernels.
 
-    With `dv`, dv is a launch of its own with that tile, and `dkv` is the tile of dk alone: one product more, but a wide
-    head's two sums do not share the registers.
+    With `dv`, dv is a launch of its own with that tile and `dkv` is the tile of dk: a product more, but the two sums of
+    a wide head do not share the registers.
     """
 
     forward: Tile
@@ -63,29 +63,34 @@ def unsupported(call: Call) -> list[str]:
     return [reason for reason, holds in limits.items() if holds]
 
 
-# (forward, dq, dk/dv) by the padded head dim, each (block_q, block_k, warps, stages). The first row is for calls that
-# hide something (causal, windows, segments): smaller query blocks waste less on partly hidden tiles.
+# (forward, dq, dk/dv) or (forward, dq, dk, dv) by the padded head dim, each (block_q, block_k, warps, stages). The
+# first row is for calls that hide something (causal, windows, segments): smaller query blocks waste less on partly
+# hidden tiles. Four warps multiply 64 rows (of queries; of keys in dk and dv) and eight 128: with fewer, they repeat
+# each other's work.
 _HOPPER = {
-    64: (((64, 64, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3)), ((128, 64, 8, 3), (128, 64, 4, 3), (32, 128, 4, 3))),
-    128: (((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 1)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
-    256: (((128, 32, 8, 3), (128, 32, 8, 1), (64, 64, 8, 2)), ((128, 64, 8, 2), (128, 32, 8, 1), (64, 64, 8, 2))),
+    64: (((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
+    128: (((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
+    256: (
+        ((128, 32, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),
+        ((128, 64, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),
+    ),
 }
-# compiled, never timed: shapes that fit the tensor memory and do not spill
+# compiled, never timed: they fit the tensor memory and hardly spill
 _BLACKWELL = {
-    64: (((128, 64, 8, 3), (128, 64, 4, 3), (32, 128, 4, 3)),) * 2,
+    64: (((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 4, 3)),) * 2,
     128: (((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),) * 2,
-    256: (((128, 64, 8, 2), (128, 64, 8, 1), (32, 64, 8, 2)),) * 2,
+    256: (((128, 32, 8, 2), (128, 64, 8, 1), (64, 128, 8, 1), (64, 128, 8, 2)),) * 2,
 }
-# elsewhere: sm_80 has 163 KB of shared memory for a program, sm_86 and sm_89 have 99: one table that fits the smaller
+# elsewhere: sm_80 has 163 KB of shared memory for a program, sm_86, sm_89 and sm_120 have 99: one table for the smaller
 _AMPERE = {
     64: (((128, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)),) * 2,
-    128: (((128, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1)),) * 2,
-    256: (((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),) * 2,
+    128: (((128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)),) * 2,
+    256: (((64, 16, 4, 2), (64, 16, 4, 2), (16, 64, 4, 1), (32, 64, 4, 1)),) * 2,
 }
 _FLOAT32 = {
-    64: (((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),) * 2,
-    128: (((32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),) * 2,
-    256: (((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),) * 2,
+    64: (((64, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),) * 2,
+    128: (((32, 32, 8, 2), (16, 32, 8, 1), (16, 16, 8, 1)),) * 2,
+    256: (((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),) * 2,
 }
 
 
@@ -100,8 +105,9 @@ def default_config(call: Call) -> Config:
 def search_space(call: Call) -> list[Config]:
     base = default_config(call)
     tiles = [Tile(q, k, w, s) for q in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (2, 3)]
-    forward = [Config(t, base.dq, base.dkv) for t in tiles]
-    return forward + [Config(base.forward, t, Tile(t.block_k, t.block_q, t.warps, t.stages)) for t in tiles]
+    turned = {t: Tile(t.block_k, t.block_q, t.warps, t.stages) for t in tiles}
+    backward = [replace(base, dq=t, dkv=turned[t], dv=turned[t] if base.dv else None) for t in tiles]
+    return [replace(base, forward=t) for t in tiles] + backward
 
 
 def _power_of_two(n: int) -> int:

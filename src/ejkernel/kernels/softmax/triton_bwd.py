@@ -333,7 +333,7 @@ def dkv_kernel(
         i_bh = i_b * H + i_h
         p_qh = p_q + (i_b.to(tl.int64) * T * H + i_h) * D
         p_doh = p_dout + (i_b.to(tl.int64) * T * H + i_h) * DV
-        o_head = i_bh.to(tl.int64) * (s_row // 16 * 16)
+        o_head = i_bh.to(tl.int64) * (s_row // 16 * 16)  # it is a multiple of 16; now Triton knows
         p_bias_h, p_mask_h, p_pattern_h, p_q_seg_h, p_k_seg_h, p_q_pos_h, p_k_pos_h = head_pointers(
             p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
             s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
@@ -354,10 +354,10 @@ def dkv_kernel(
                 b_do = load_rows(p_doh, i_q, T, H * DV, BQ, DV, BDV, MASKED)
                 # (BK, BQ): transposed, so that the weights are the left operand of both products below
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-                b_dp = b_s
+                b_dp = b_s  # without KEY, ds is not used
                 if KEY:
                     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-                # after the products, so that they do not take registers during them
+                # after the products, during which they would take registers
                 b_lse = tl.load(p_lse + o_head + o_q)
                 b_delta = tl.load(p_delta + o_head + o_q)
                 b_kept, b_ds, m_seen = tile_gradient(
