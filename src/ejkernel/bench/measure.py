@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -55,8 +56,8 @@ def _device_works() -> bool:
 
 
 def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' ... '.join(dict.fromkeys([*lines[:1], *lines[-1:]]))}"
 
 
 class _Bench:
@@ -76,6 +77,7 @@ class _Bench:
             truths = self.truths[:1] if what == FORWARD else self.truths
             errors = {name: truth.error(name, got[name]) for truth in truths for name in truth.exact}
         except Exception as error:  # a contender may raise anything, and the others are still to be measured
+            traceback.print_exc()
             return None, dataclasses.replace(blank, status="failed", reason=_short(error))
         memory = program.temporary_bytes
         return program, dataclasses.replace(

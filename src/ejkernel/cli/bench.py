@@ -40,7 +40,7 @@ List = Annotated[bool, typer.Option("--list", help="Say what would be measured."
 Budget = Annotated[float | None, typer.Option(min=0, help="Seconds; what does not fit is skipped.")]
 Jobs = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes that compile side by side; by default 1, on a GPU all cores but two."),
+    typer.Option(min=1, help="Processes that compile side by side; by default 1, on a GPU up to 14."),
 ]
 
 
@@ -148,7 +148,7 @@ def _measured(
     from ejkernel.bench.measure import Job, measure_here, measure_in_processes
 
     # a TPU belongs to one process, and on a CPU what compiles would slow what is measured
-    jobs = options.jobs or (max(1, (os.cpu_count() or 1) - 2) if backend == "gpu" else 1)
+    jobs = options.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if backend == "gpu" else 1)
     if jobs == 1:
         yield from measure_here(benchmark, cases, contenders, options.repeats, deadline)
         return
