@@ -38,7 +38,8 @@ def spread(task: Callable[[Any], Any], items: deque[Any], processes: int, deadli
                 process.start()
                 sender.close()  # the child's copy is then the only one, and its death an end of file
                 running[receiver] = item, process
-            for receiver in wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+            # at most a minute at a time: the deadline may be infinite
+            for receiver in wait(list(running), timeout=min(60.0, max(0.0, deadline - time.monotonic()))):
                 assert isinstance(receiver, Connection)
                 item, process = running[receiver]
                 try:
