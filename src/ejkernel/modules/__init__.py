@@ -2,6 +2,7 @@
 
 from ejkernel.modules.attention import attention
 from ejkernel.modules.blocksparse import blocksparse_attention
+from ejkernel.modules.cascade import cascade_attention
 from ejkernel.modules.decode import decode_attention, ragged_decode_attention
 from ejkernel.modules.flash import flash_attention
 from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
@@ -12,6 +13,7 @@ from ejkernel.modules.sdpa import scaled_dot_product_attention
 __all__ = [
     "attention",
     "blocksparse_attention",
+    "cascade_attention",
     "decode_attention",
     "flash_attention",
     "mean_pooling",

@@ -66,6 +66,7 @@ class Spec:
         soft_cap: of the logits, after the scale.
         num_splits: parts the key axis is computed in; None leaves it to the platform.
         with_lse: whether the caller wants the log-sum-exp.
+        out_dtype: of `out`; None is that of the query. Parts that are still to be merged are float32.
     """
 
     scale: float
@@ -75,6 +76,7 @@ class Spec:
     soft_cap: float | None = None
     num_splits: int | None = None
     with_lse: bool = False
+    out_dtype: str | None = None
 
 
 class Dimensions(NamedTuple):
@@ -189,8 +191,8 @@ def _check_pages(query: Any, pages: dict[str, Any], names: Mapping[str, str]) ->
     for name, x in pages.items():
         if x.dtype != query.dtype and x.dtype.name not in CACHE_DTYPES:
             raise TypeError(
-                f"{names.get(name, name)} has dtype {x.dtype}, query has {query.dtype}: they must be the same, or the cache one of "
-                f"{', '.join(CACHE_DTYPES)}"
+                f"{names.get(name, name)} has dtype {x.dtype}, query has {query.dtype}: they must be the same, or the "
+                f"cache one of {', '.join(CACHE_DTYPES)}"
             )
     first, second = next(iter(pages.values())), pages.get("value_pages")
     P, L, rows, width = first.shape

@@ -246,7 +246,7 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
     dims, spec = dimensions(call), call.spec
     launch = _Launch(call)
     shapes = [
-        jax.ShapeDtypeStruct((dims.B, dims.T, dims.H, dims.Dv), call["query"].dtype),
+        jax.ShapeDtypeStruct((dims.B, dims.T, dims.H, dims.Dv), spec.out_dtype or call["query"].dtype),
         jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32),
         jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32),
     ]

@@ -130,7 +130,7 @@ def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax
         return x.at[place].get(mode="fill", fill_value=fill)
 
     lse, top = (tokens(x, -jnp.inf).swapaxes(0, 1) for x in (lse, top))
-    return {"out": tokens(out, 0.0).astype(arrays["query"].dtype), "lse": lse, "top": top}
+    return {"out": tokens(out, 0.0).astype(spec.out_dtype or arrays["query"].dtype), "lse": lse, "top": top}
 
 
 def _page_part(L: int, block_k: int) -> int:

@@ -1,0 +1,58 @@
+"""A shared prefix and the rest of each sequence: two calls of the family, and how their answers join."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.common.tiles import online_finish
+from ejkernel.kernels.paged.calls import page_call, prefill_call
+from ejkernel.kernels.paged.merge import finished_part, merge
+from ejkernel.kernels.paged.spec import check, finish, integers
+from ejkernel.ops import Call
+
+
+def parts_of(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    context_lens: Any,
+    block_tables: Any,
+    prefix_len: Any,
+    *,
+    softmax_aux: Any = None,
+    **options: Any,
+) -> tuple[Call, Call]:
+    """The call of all queries over the prefix, and that of each sequence over its own keys."""
+    # sinks join once: with the keys of the sequence itself
+    own = page_call(query, key_cache, value_cache, context_lens, block_tables, softmax_aux=softmax_aux, **options)
+    prefix_len = integers("prefix_len", prefix_len, 0)
+    S = own["block_tables"].shape[2] * own["key_pages"].shape[2]
+    message = f"prefix_len must be from 0 to {S}, what the table holds"
+    check(prefix_len, lambda xp, n: (n < 0) | (n > S), message, (prefix_len,))
+    lens = own["context_lens"]
+    first_query = jnp.where(lens > 0, lens - own.spec.tokens, S)  # (1, B)
+    # every query must see all of the prefix
+    length = jnp.clip(jnp.minimum(prefix_len, first_query.min() + 1), 0, S)
+    row = own["block_tables"][0, jnp.argmax(lens[0] > 0)]
+    arrays = own["query"][0], own["key_pages"][0], own["value_pages"][0]
+    shared = prefill_call(*arrays, length, row, causal=False, **options)
+    starts = jnp.broadcast_to(length, lens.shape).astype(jnp.int32)
+    return _in_float32(shared), _in_float32(Call(own.spec, {**own.arrays, "starts": starts}))
+
+
+def _in_float32(call: Call) -> Call:
+    """A part is rounded after it has been merged, not before."""
+    return replace(call, spec=replace(call.spec, out_dtype="float32"))
+
+
+def together(own: Call, shared: dict[str, jax.Array], rest: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:
+    """The answer of both parts, in the rank and dtype of the query."""
+    some = jnp.repeat(own["context_lens"] > 0, own.spec.tokens, axis=1)[:, None]  # (1, 1, tokens)
+    lse = jnp.where(some, shared["lse"], -jnp.inf)
+    parts = [finished_part(jnp.moveaxis(x, 2, 1), y) for x, y in ((shared["out"], lse), (rest["out"], rest["lse"]))]
+    joined = merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    out, lse = jax.vmap(jax.vmap(online_finish))(joined)  # (1, H, tokens, Dv), (1, H, tokens)
+    out = jnp.moveaxis(out, 1, 2).astype(own["query"].dtype)
+    return finish(own, {"out": out, "lse": lse}, shape, batched=True)

@@ -1,0 +1,176 @@
+"""Ragged decode attention with its softmax in parts: `(o, m, l)` of one query per row over a contiguous cache.
+
+Key `s` of row `b` is valid where `starts[b] <= s < lengths[b]`. Logits are not scaled: scale the queries. `o` is
+normalised, `m` is the largest logit of a row and `l` the sum of exponentials against it, both float32, so parts over
+disjoint keys can be merged. A row without a valid key has `o = 0`, `m = mask_value`, `l = 0`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.common.options import number, whole
+from ejkernel.kernels.paged import xla
+from ejkernel.kernels.paged.calls import ragged_decode_call
+from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
+from ejkernel.kernels.paged.reference import reference
+from ejkernel.ops import Call, run, use_config
+
+MASK_VALUE = -2.381976426469702e38
+
+Parts = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def ragged_mqa(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array,
+    *,
+    block_size: int = 256,
+    mask_value: float = MASK_VALUE,
+    cost_estimate: Any = None,
+) -> Parts:
+    """All query heads on one key head.
+
+    Args:
+        q: `(B, H, D)`.
+        k: `(B, S, D)`; `v` likewise.
+        lengths: `(B,)`, one past the last valid key; `starts` `(B,)`, the first.
+        block_size: keys per step on XLA; the kernels of other platforms have tiles of their own.
+        mask_value: `m` of a row without a valid key; so low that a hidden key has no weight.
+        cost_estimate: a `pallas.CostEstimate`, for compilers that schedule by one; no platform here needs it.
+
+    Returns:
+        `(o, m, l)`: `(B, H, D)`, `(B, H, 1)`, `(B, H, 1)`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.kernels.paged.ragged import ragged_mqa
+    >>> cache = jnp.ones((2, 10, 8))
+    >>> o, m, l = ragged_mqa(jnp.ones((2, 1, 8)), cache, cache, jnp.array([10, 4]), jnp.array([0, 2]))
+    >>> o.shape, m.ravel().tolist(), l.ravel().round(3).tolist()
+    ((2, 1, 8), [8.0, 8.0], [10.0, 2.0])
+    """
+    if cost_estimate is not None and not hasattr(cost_estimate, "flops"):
+        raise TypeError(f"cost_estimate must be a pallas.CostEstimate, got {type(cost_estimate).__name__}")
+    _check_rank("q", q, 3, "(batch, heads, head_dim)")
+    _check_rank("k", k, 3, "(batch, length, head_dim)")
+    _check_rank("v", v, 3, "(batch, length, head_dim)")
+    return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value)
+
+
+def ragged_mha(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array,
+    *,
+    block_size: int = 256,
+    mask_value: float = MASK_VALUE,
+) -> Parts:
+    """As many key heads as query heads: query `(B, 1, H, D)`, key and value `(B, S, H, D)`.
+
+    Returns and options as in `ragged_mqa`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.kernels.paged.ragged import ragged_mha
+    >>> cache = jnp.ones((2, 10, 4, 8))
+    >>> ragged_mha(jnp.ones((2, 1, 4, 8)), cache, cache, jnp.array([10, 4]), jnp.array([0, 2]))[0].shape
+    (2, 4, 8)
+    """
+    _check_rank("query", query, 4, "(batch, 1, heads, head_dim)")
+    _check_rank("key", key, 4, "(batch, length, heads, head_dim)")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"query {query.shape} and key {key.shape} must have the same heads; else use ragged_gqa")
+    return _ragged(query, key, value, lengths, starts, block_size, mask_value)
+
+
+def ragged_gqa(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array,
+    *,
+    block_size: int = 256,
+    mask_value: float = MASK_VALUE,
+) -> Parts:
+    """Groups of query heads per key head: query `(B, H, D)` (or `(B, 1, H, D)`), key and value `(B, S, Hkv, D)`.
+
+    Returns and options as in `ragged_mqa`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.kernels.paged.ragged import ragged_gqa
+    >>> cache = jnp.ones((2, 10, 2, 8))
+    >>> ragged_gqa(jnp.ones((2, 4, 8)), cache, cache, jnp.array([10, 4]), jnp.array([0, 2]))[0].shape
+    (2, 4, 8)
+    """
+    return _ragged(query, key, value, lengths, starts, block_size, mask_value)
+
+
+def reference_mqa(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, *, mask_value: float = MASK_VALUE
+) -> Parts:
+    """`ragged_mqa` by the definition, in float32: `(B, H, D)`, `(B, H, 1)`, `(B, H, 1)`."""
+    call = ragged_decode_call(q, k[:, :, None], v[:, :, None], starts, lengths, softmax_scale=1.0)
+    return _parts(call, reference(call), mask_value)
+
+
+def reference_mha(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, *, mask_value: float = MASK_VALUE
+) -> Parts:
+    """`ragged_mha` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
+    return reference_gqa(q, k, v, lengths, starts, mask_value)
+
+
+def reference_gqa(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, mask_value: float = MASK_VALUE
+) -> Parts:
+    """`ragged_gqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
+    call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0)
+    o, m, l = _parts(call, reference(call), mask_value)
+    return o[:, None], m[:, None], l[:, None]
+
+
+def get_mha_cost_estimate(shape_dtype: Any) -> Any:
+    """The cost of `ragged_mha` as a `pallas.CostEstimate`, from the shapes of query, key, value and lengths.
+
+    >>> import jax
+    >>> from ejkernel.kernels.paged.ragged import get_mha_cost_estimate
+    >>> query, cache = jax.ShapeDtypeStruct((2, 1, 4, 8), "float32"), jax.ShapeDtypeStruct((2, 10, 4, 8), "float32")
+    >>> get_mha_cost_estimate((query, cache, cache, jax.ShapeDtypeStruct((2,), "int32"))).flops
+    2560
+    """
+    from jax.experimental import pallas as pl
+
+    query, key, value, *rest = shape_dtype
+    B, _, H, D = query.shape
+    S, Dv = key.shape[1], value.shape[3]
+    moved = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (query, key, value, *rest))
+    written = B * H * (Dv * jnp.dtype(query.dtype).itemsize + 8)
+    return pl.CostEstimate(flops=2 * B * H * S * (D + Dv), transcendentals=B * H * S, bytes_accessed=moved + written)
+
+
+def _check_rank(name: str, x: Any, rank: int, layout: str) -> None:
+    if jnp.ndim(x) != rank:
+        raise ValueError(f"{name} must be {layout}, got shape {jnp.shape(x)}")
+
+
+def _ragged(query: Any, key: Any, value: Any, lengths: Any, starts: Any, block_size: int, mask_value: float) -> Parts:
+    call = ragged_decode_call(query, key, value, starts, lengths, softmax_scale=1.0)
+    with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=whole("block_size", block_size))):
+        return _parts(call, run(RAGGED_DECODE_ATTENTION, call), mask_value)
+
+
+def _parts(call: Call, outputs: dict[str, jax.Array], mask_value: float) -> Parts:
+    lowest = number("mask_value", mask_value)
+    if lowest > -1e30:
+        raise ValueError(f"mask_value={lowest} must be below -1e30: a hidden key has no weight")
+    lse, top = outputs["lse"][0].T[..., None], outputs["top"][0].T[..., None]  # (B, H, 1)
+    some = ~jnp.isneginf(lse)
+    total = jnp.where(some, jnp.exp(lse - jnp.where(some, top, 0.0)), 0.0)
+    return outputs["out"][0], jnp.where(some, top, lowest), total

@@ -1,0 +1,71 @@
+"""Attention over a cache whose sequences share a prefix, which is read once for all of them."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels.paged.cascade import parts_of, together
+from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION
+from ejkernel.ops import run
+
+
+def cascade_attention(
+    query: Float[Array, "..."],
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    context_lens: Int[Array, " B"],
+    block_tables: Int[Array, "B W"],
+    prefix_len: Any,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Float[Array, "..."] | None = None,
+    num_splits: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    cfg: Any = None,
+) -> Any:
+    """`page_attention` for sequences that begin alike: their common prefix is read once, not once per sequence.
+
+    The queries of all sequences attend together over the prefix, each over its own rest, and both parts are merged by
+    their log-sum-exp. The answer is that of `page_attention` with the same arguments. It pays where the prefix is
+    longer than the rest times what is left of the batch: a system prompt, few-shot examples, parallel samples.
+
+    Args:
+        query: `(B, H, D)` or `(B, T, H, D)`, as in `page_attention`; so are the caches and all options.
+        context_lens: `(B,)`, keys of each sequence, prefix and queries included; an empty one gives zeros.
+        block_tables: `(B, W)`; the pages of the first `prefix_len` keys must be the same in every row not empty.
+        prefix_len: a number, traced or not, of keys that all sequences share; any number, not only whole pages. What
+            would go beyond a sequence's first query is left to its own part.
+
+    Returns:
+        As `page_attention`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import cascade_attention
+    >>> cache = jnp.ones((8, 16, 2, 64))
+    >>> tables = jnp.array([[3, 1, 2], [3, 1, 7]])  # 32 keys in common
+    >>> cascade_attention(jnp.ones((2, 4, 64)), cache, cache, jnp.array([40, 35]), tables, 32).shape
+    (2, 4, 64)
+    """
+    prefix, rest = parts_of(
+        query,
+        key_cache,
+        value_cache,
+        context_lens,
+        block_tables,
+        prefix_len,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        softmax_aux=softmax_aux,
+        num_splits=num_splits,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=return_lse,
+    )
+    shared = run(PREFILL_PAGE_ATTENTION, prefix, platform=platform, cfg=cfg)
+    own = run(PAGE_ATTENTION, rest, platform=platform, cfg=cfg)
+    return together(rest, shared, own, query.shape)
