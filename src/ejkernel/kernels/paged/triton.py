@@ -64,7 +64,6 @@ def unsupported(call: Call) -> list[str]:
     limits = {
         f"head_dim {max(dims.D, dims.Dv)}: at most 256": max(dims.D, dims.Dv) > 256,
         f"{call.target.arch}: needs sm_80 or newer": on_gpu and capability < 80,
-        f"{call.target.arch}: Triton 3.6 fails to compile for it (in its pass for tensor memory)": capability >= 100,
         f"a {cache} cache on {call.target.arch}: needs sm_89 or newer": (
             on_gpu and capability < 89 and cache == jnp.float8_e4m3fn
         ),
@@ -74,7 +73,7 @@ def unsupported(call: Call) -> list[str]:
 
 
 # multiprocessors of a chip, by architecture: what a launch has to fill
-_CORES = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
+_CORES = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148}
 
 # by the padded head dim. Decode (keys, warps, stages): two or three programs on a multiprocessor, which together have
 # about 100 KB of keys and values on their way, hide the latency of its memory. Prefill (rows, keys, warps, stages).
@@ -93,7 +92,7 @@ _PREFILL = {
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
     width = max(64, _power_of_two(max(dims.D, dims.Dv)))
-    kind = "hopper" if call.target.capability in (0, 90) else "ampere"  # 0: in the interpreter
+    kind = "hopper" if call.target.capability in (0, 90, 100, 103) else "ampere"  # 0: in the interpreter
     kind = "float32" if call["query"].dtype == jnp.float32 else kind
     keys, warps, stages = _DECODE[kind][width]
     if _decode_rows(dims, call.spec.tokens or 1) > 32:
