@@ -55,6 +55,29 @@ def test_packed_sequence_batching():
     assert not np.any(output[:, 9:])
 
 
+def test_inference_with_kv_cache():
+    keys = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(keys[0], (2, 1, 8, 64))
+    key_cache, value_cache = (jax.random.normal(k, (8, 16, 2, 64)) for k in keys[1:])
+    context_lens = jnp.array([20, 5])
+    block_tables = jnp.array([[3, 1], [7, 0]])
+
+    from ejkernel.modules import page_attention
+
+    output = page_attention(
+        query,  # (batch, 1, heads, dim) - single token
+        key_cache,  # (num_blocks, block_size, kv_heads, dim)
+        value_cache,
+        context_lens,  # (batch,) - current context length
+        block_tables,  # (batch, max_blocks) - page table
+    )
+
+    assert output.shape == (2, 1, 8, 64)
+    for row, (length, pages) in enumerate([(20, [3, 1]), (5, [7])]):
+        k, v = (cache[jnp.array(pages)].reshape(1, -1, 2, 64)[:, :length] for cache in (key_cache, value_cache))
+        np.testing.assert_allclose(output[row], flash_attention(query[row : row + 1], k, v)[0], atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 def test_distributed_execution():
     from jax.sharding import Mesh
