@@ -43,7 +43,7 @@ tables: $(VENV)/installed
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	@python=$$(for p in python3.11 python3 python3.12 python3.13 python; do \
