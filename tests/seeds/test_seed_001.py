@@ -112,19 +112,3 @@ def test_the_packages_of_the_overview_import():
     import ejkernel.types
 
     assert ejkernel.modules and ejkernel.types and ejkernel.ops
-
-
-def test_inference_with_kv_cache():
-    from ejkernel.modules import page_attention
-
-    query = jnp.ones((2, 1, 8, 64))
-    key_cache = value_cache = jnp.ones((8, 16, 2, 64))
-    context_lens, block_tables = jnp.array([20, 5]), jnp.array([[3, 1], [7, 0]])
-    output = page_attention(
-        query,  # (batch, 1, heads, dim) - single token
-        key_cache,  # (num_blocks, block_size, kv_heads, dim)
-        value_cache,
-        context_lens,  # (batch,) - current context length
-        block_tables,  # (batch, max_blocks) - page table
-    )
-    np.testing.assert_allclose(output, jnp.ones((2, 1, 8, 64)), rtol=1e-6)
