@@ -68,12 +68,18 @@ def unsupported(call: Call) -> list[str]:
 # hidden tiles. Four warps multiply 64 rows (of queries; of keys in dk and dv) and eight 128: with fewer, they repeat
 # each other's work.
 _HOPPER = {
-    64: (((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
+    64: (((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 3)), ((128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3))),
     128: (((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)), ((128, 64, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2))),
     256: (
-        ((128, 32, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),
-        ((128, 64, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),
+        ((128, 32, 8, 3), (128, 32, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2)),
+        ((128, 64, 8, 2), (128, 32, 8, 3), (32, 128, 8, 3), (32, 128, 8, 3)),
     ),
+}
+# for calls with a bias or a dense mask: their tiles are pipelined through shared memory too
+_HOPPER_WITH_ARRAYS = {
+    64: (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
+    128: (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
+    256: (((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2)),) * 2,
 }
 # compiled, never timed: they fit the tensor memory and hardly spill
 _BLACKWELL = {
@@ -99,7 +105,13 @@ def default_config(call: Call) -> Config:
     width = max(64, _power_of_two(max(dims.D, dims.Dv)))
     tables = {0: _HOPPER, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}  # 0: in the interpreter
     table = _FLOAT32 if call["query"].dtype == jnp.float32 else tables.get(call.target.capability, _AMPERE)
-    return Config(*(Tile(*tile) for tile in table[width][0 if _hides_anything(call) else 1]))
+    arrays = "bias" in call or "mask" in call
+    if arrays and table is _HOPPER:
+        table = _HOPPER_WITH_ARRAYS
+    tiles = [Tile(*tile) for tile in table[width][0 if _hides_anything(call) else 1]]
+    if arrays and table is not _HOPPER_WITH_ARRAYS:
+        tiles = [replace(tile, stages=1) for tile in tiles]
+    return Config(*tiles)
 
 
 def search_space(call: Call) -> list[Config]:

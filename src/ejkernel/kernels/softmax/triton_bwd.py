@@ -72,7 +72,11 @@ def tile_gradient(
             b_s * scale, o_q, o_k, p_bias, T, S, s_bias_t, s_bias_s, soft_cap, BIAS, CAPPED, LOGITS
         )  # fmt: skip
         unit = LOG2_E
-    b_p = tl.exp2(b_s * unit - b_lse)
+    b_x = b_s * unit - b_lse
+    if BIAS:
+        # as in the forward: no weight is above 1
+        b_x = tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    b_p = tl.exp2(b_x)
     b_kept = b_p
     if DROPOUT:
         m_keep = dropout_keep(seed, o_q, o_k, threshold)

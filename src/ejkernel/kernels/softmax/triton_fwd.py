@@ -176,7 +176,11 @@ def forward_kernel(
             b_base = b_new
             if MASKED or BIAS:
                 b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_p = tl.exp2(b_s * unit - b_base[:, None])
+            b_x = b_s * unit - b_base[:, None]
+            if BIAS:
+                # fused with the product it may pass 0 by a rounding, and a rounding of 1e30 is large
+                b_x = tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            b_p = tl.exp2(b_x)
             b_shrink = tl.exp2(b_top - b_base)
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
             b_top = b_new
