@@ -255,13 +255,13 @@ class _Forward:
 
         @pl.when(warpgroup < 2)
         def _compute() -> None:
-            take_registers("compute", self.masks)
+            take_registers("compute")
             compute = partial(self._compute, q_ref, refs, out_ref, lse_ref, s, (b, h, i), row, warpgroup)
             attempts(s, compute)
 
         @pl.when(warpgroup == 2)
         def _copy() -> None:
-            take_registers("copy", self.masks)
+            take_registers("copy")
             attempts(s, partial(self._copy, k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row))
 
     def _copy(self, k_ref, v_ref, s, b, h_kv, row, scrub) -> None:

@@ -202,12 +202,12 @@ class _QueryGradient(_Gradient):
 
         @pl.when(w < 2)
         def _compute() -> None:
-            take_registers("compute", self.masks)
+            take_registers("compute")
             attempts(s, compute)
 
         @pl.when(w == 2)
         def _copy() -> None:
-            take_registers("copy", self.masks)
+            take_registers("copy")
             attempts(s, partial(self._copy, k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row))
 
     def _copy(self, k_ref, v_ref, s, b, h_kv, row, scrub) -> None:
@@ -361,12 +361,12 @@ class _KeyGradient(_KeyGradients):
 
         @pl.when(w < 2)
         def _compute() -> None:
-            take_registers("compute", self.masks)
+            take_registers("compute")
             attempts(s, compute)
 
         @pl.when(w == 2)
         def _copy() -> None:
-            take_registers("copy", self.masks)
+            take_registers("copy")
             attempts(s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i))
 
     def _step(self, refs, s, dk_acc, dv_acc, w, b, rows, scrub) -> Callable[..., Any]:
@@ -434,17 +434,17 @@ class _SplitKeyGradient(_KeyGradients):
 
         @pl.when(w == 0)
         def _values() -> None:
-            take_registers("compute", self.masks)
+            take_registers("compute")
             attempts(s, partial(compute, 0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0))
 
         @pl.when(w == 1)
         def _keys() -> None:
-            take_registers("compute", self.masks)
+            take_registers("compute")
             attempts(s, partial(compute, 1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor))
 
         @pl.when(w == 2)
         def _copy() -> None:
-            take_registers("copy", self.masks)
+            take_registers("copy")
             attempts(s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s, b, h_kv, i))
 
     def _value_step(self, refs, s, dv_acc, b, rows, scrub) -> Callable[..., Any]:

@@ -228,16 +228,15 @@ def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def take_registers(role: Literal["compute", "copy"], masks: Masks) -> None:
-    """Share the register file between two compute warpgroups and one that copies; scrubbing needs more than copying.
+def take_registers(role: Literal["compute", "copy"]) -> None:
+    """Share the register file between two compute warpgroups and one that copies.
 
-    A thread's share of three warpgroups is 168: 2 * 232 + 40 and 2 * 224 + 56 are both 3 * 168.
+    A thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168. Scrubbing spills with 40, and is rare.
     """
-    compute, copy = (224, 56) if masks.mixed else (232, 40)
     if role == "compute":
-        plgpu.set_max_registers(compute, action="increase")
+        plgpu.set_max_registers(232, action="increase")
     else:
-        plgpu.set_max_registers(copy, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
 
 
 def retry_scratch(masks: Masks, rows: int, flags: int, columns: int) -> dict[str, Any]:
