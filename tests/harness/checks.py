@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tolerances import assert_close
+from tolerances import FLOOR, assert_close, spread
 
 # undoes conftest.py
 AS_USERS_COMPILE: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
 QUICKLY: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
+
+# from one rounding of float32 to those of a whole sum: numbers cross their boundaries one by one, then together
+NUDGES = [1 + sign * FLOOR / parts for parts in (64, 16, 4, 1) for sign in (-1, 1)]
 
 Arrays = dict[str, Any]
 Function = Callable[[Arrays], Arrays]
@@ -48,10 +51,15 @@ def evaluate(
     return with_gradients(function, options)(arrays, cotangents)
 
 
-def on_host(function: Function, arrays: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
-    """`evaluate` on the CPU, which compiles a definition faster than an accelerator and multiplies float32 in full."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        return with_gradients(function, QUICKLY)(*jax.tree.map(np.asarray, (arrays, cotangents)))
+def on_host(function: Function) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """`with_gradients` on the CPU, which compiles a definition faster than an accelerator and multiplies in full."""
+    program = with_gradients(function, QUICKLY)
+
+    def run(arrays: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        with jax.default_device(jax.devices("cpu")[0]):
+            return program(*jax.tree.map(np.asarray, (arrays, cotangents)))
+
+    return run
 
 
 def cotangents_for(function: Function, arrays: Arrays, dtype: Any) -> Arrays:
@@ -62,27 +70,34 @@ def cotangents_for(function: Function, arrays: Arrays, dtype: Any) -> Arrays:
 
 def check(
     function: Function,
-    definition: Callable[[Arrays, Any, bool], Arrays],
+    definition: Callable[[Arrays, Any], Arrays],
     arrays: Mapping[str, Any],
     dtype: Any = "float32",
     *,
-    narrow: bool = False,
+    rounded: str = "",
     optimised: bool = False,
 ) -> None:
-    """Check outputs and gradients of `function` against `definition(arrays, dtype, exact)`.
+    """Check outputs and gradients of `function` against `definition(arrays, dtype)`.
 
     The exact result is the definition in float32 on the same numbers; the naive one is the definition in `dtype`,
-    its gradient by autodiff. `narrow` says that an option rounds on purpose, so that even float32 has a naive error.
+    its gradient by autodiff.
+
+    Rounding may be part of a definition. What lies near a boundary then falls on either side, by the order of a sum.
+    `rounded` names an array to which the rounded numbers are proportional: the definition with that array a little
+    larger and smaller (`NUDGES`) shows, entry by entry, what else the result may be.
     """
     arrays = dict(arrays)
     widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     cotangents = cotangents_for(function, arrays, dtype)
-    exact = on_host(lambda a: definition(a, jnp.float32, True), widened, cotangents)
+    settle = on_host(lambda a: definition(a, jnp.float32))
+    exact = settle(widened, cotangents)
     naive = (None, None)
-    if narrow or jnp.dtype(dtype) != jnp.float32:
-        naive = on_host(lambda a: definition(a, jnp.dtype(dtype), False), arrays, cotangents)
+    if jnp.dtype(dtype) != jnp.float32:
+        naive = on_host(lambda a: definition(a, jnp.dtype(dtype)))(arrays, cotangents)
+    nudged = [settle(widened | {rounded: widened[rounded] * by}, cotangents) for by in NUDGES] if rounded else []
     ours = evaluate(function, arrays, cotangents, optimised=optimised)
-    assert_close(ours[0], exact[0], naive[0], "output")
-    assert_close(ours[1], exact[1], naive[1], "gradient of")
+    for i, kind in enumerate(("output", "gradient of")):
+        either = spread([n[i] for n in nudged], exact[i]) if nudged else None
+        assert_close(ours[i], exact[i], naive[i], kind, either)
     for name, x in arrays.items():
         assert ours[1][name].dtype == x.dtype, f"gradient of {name} is {ours[1][name].dtype}, not {x.dtype}"

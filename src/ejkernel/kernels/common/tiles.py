@@ -1,5 +1,6 @@
 """One tile of softmax attention in jax.numpy: what XLA and Pallas kernels share."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,19 @@ def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any
     """a and b contracted over one axis each, accumulated in float32."""
     numbers = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x, float32, to the nearest numbers of a dtype; gradients pass straight through."""
+    info = jnp.finfo(dtype)
+    # not by a pair of conversions, which XLA for GPUs takes out
+    return x if jnp.dtype(dtype) == jnp.float32 else jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+@rounded.defjvp
+def _straight_through(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return rounded(*primals, dtype), tangents[0]
 
 
 def finite(x: jax.Array) -> jax.Array:

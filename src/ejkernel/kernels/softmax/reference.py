@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.common.dropout import keep
+from ejkernel.kernels.common.tiles import rounded
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call
 
@@ -59,7 +60,7 @@ def weights(call: Call, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]
         logits += call["bias"].astype(jnp.float32)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
-    logits = logits.astype(spec.logits_dtype).astype(jnp.float32)
+    logits = rounded(logits, spec.logits_dtype)
     seen = jnp.broadcast_to(visible(call), logits.shape)
     logits = jnp.where(seen, logits, -jnp.inf)
     sinks = call["sinks"][..., None] if "sinks" in call else jnp.full((1, dims.H, 1), -jnp.inf)

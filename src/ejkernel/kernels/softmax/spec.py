@@ -10,6 +10,7 @@ import numpy as np
 from jax import core as jax_core
 
 from ejkernel.kernels.common.dropout import head_seeds
+from ejkernel.kernels.common.tiles import rounded
 from ejkernel.ops import Call, Dims, Shards
 from ejkernel.ops.checks import check_rows
 from ejkernel.types import MaskInfo
@@ -417,7 +418,7 @@ def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
         logits += jnp.take_along_axis(wide, at[..., None], axis=3)[..., 0].astype(jnp.float32)
     if call.spec.soft_cap is not None:
         logits = call.spec.soft_cap * jnp.tanh(logits / call.spec.soft_cap)
-    logits = logits.astype(call.spec.logits_dtype).astype(jnp.float32)
+    logits = rounded(logits, call.spec.logits_dtype)
     return jnp.where(argmax >= 0, logits, -jnp.inf)
 
 

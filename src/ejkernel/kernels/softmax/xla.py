@@ -20,6 +20,7 @@ from ejkernel.kernels.common.tiles import (
     nan_rows,
     online_finish,
     online_step,
+    rounded,
     uncapped_gradient,
 )
 from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
@@ -206,7 +207,7 @@ def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: A
         logits *= spec.scale
     if "bias" in head.arrays:
         logits += _tile_of(tiling, head, "bias", i, j).astype(jnp.float32)
-    return capped(logits, spec.soft_cap).astype(spec.logits_dtype).astype(jnp.float32)
+    return rounded(capped(logits, spec.soft_cap), spec.logits_dtype)
 
 
 def _seen(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
