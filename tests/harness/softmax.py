@@ -175,7 +175,7 @@ def sorted_ids(case: Case, length: int, rows: int, padding: int = 0) -> np.ndarr
     return ids.astype(np.int32)
 
 
-def _segments(case: Case, *, rows: int = 0, padding: int = 0) -> MaskInfo:
+def segments(case: Case, *, rows: int = 0, padding: int = 0) -> MaskInfo:
     return MaskInfo.from_segments(jnp.asarray(sorted_ids(case, case.T, rows or case.B, padding)))
 
 
@@ -200,7 +200,7 @@ def _positions(case: Case) -> MaskInfo:
 
 def _segment_positions(case: Case) -> MaskInfo:
     """Positions that restart in each segment."""
-    mask = _segments(case, padding=5)
+    mask = segments(case, padding=5)
     return mask.replace(q_positions=mask.q_positions, kv_positions=mask.kv_positions)
 
 
@@ -235,7 +235,7 @@ def _chunks(case: Case, size: int = 16) -> MaskInfo:
 
 
 def _everything(case: Case) -> MaskInfo:
-    return _segments(case, padding=3) & _pattern(case, 16, heads=case.H) & _dense(case, "B1TS")
+    return segments(case, padding=3) & _pattern(case, 16, heads=case.H) & _dense(case, "B1TS")
 
 
 # Cases ------------------------------------------------------------------------------------------------------
@@ -294,14 +294,14 @@ BANDS = (
     Case("chunks-T<S", T=33, S=70, mask=_chunks, options={"sliding_window": 9}),
 )
 SEGMENTS = (
-    Case("segments", T=70, mask=_segments),
-    Case("segments-one-row", T=70, mask=partial(_segments, rows=1), options=CAUSAL),
-    Case("segments-padding-causal", T=70, mask=partial(_segments, padding=20), options=CAUSAL),
+    Case("segments", T=70, mask=segments),
+    Case("segments-one-row", T=70, mask=partial(segments, rows=1), options=CAUSAL),
+    Case("segments-padding-causal", T=70, mask=partial(segments, padding=20), options=CAUSAL),
     Case("segments-unsorted", T=70, mask=_unsorted),
     Case("segments-unsorted-causal", T=70, mask=_unsorted, options=CAUSAL),
     Case("segments-cross", T=40, S=70, mask=_cross),
     Case("segments-cross-padding-window", T=70, S=40, mask=partial(_cross, padding=9), options={"sliding_window": 12}),
-    Case("segments-bfloat16-gqa", T=70, H=4, Hkv=2, dtype="bfloat16", mask=_segments, options=CAUSAL),
+    Case("segments-bfloat16-gqa", T=70, H=4, Hkv=2, dtype="bfloat16", mask=segments, options=CAUSAL),
     Case("lengths", mask=_lengths),
     Case("lengths-cross-causal", S=70, mask=partial(_lengths, k=(70, 9)), options=CAUSAL),
     Case("lengths-zero", mask=partial(_lengths, q=(0, 48))),
@@ -329,8 +329,8 @@ BIAS_SHAPES = ("BHTS", "1HTS", "B1TS", "BH1S", "BHT1", "11TS", "B11S", "1HT1", "
 BIASES = (
     *(Case(f"bias-{shape}", T=33, S=41, bias=shape) for shape in BIAS_SHAPES),
     Case("bias-TS", T=33, S=41, bias="TS", options=CAUSAL),
-    Case("bias-HTS-masked", T=70, bias="HTS", mask=partial(_segments, padding=9), options=CAUSAL),
-    Case("bias-HT1-masked", T=70, bias="HT1", mask=partial(_segments, padding=9), options=CAUSAL),
+    Case("bias-HTS-masked", T=70, bias="HTS", mask=partial(segments, padding=9), options=CAUSAL),
+    Case("bias-HT1-masked", T=70, bias="HT1", mask=partial(segments, padding=9), options=CAUSAL),
     Case("bias-bfloat16", T=70, bias="1HTS", dtype="bfloat16", options=CAUSAL),
     Case("bias-soft-cap", T=33, S=41, bias="B1TS", options={"logits_soft_cap": 2.0}),
 )  # fmt: skip
@@ -340,7 +340,7 @@ SINKS = (
     Case("sinks-n", sinks="5", options=CAUSAL),
     Case("sinks-bfloat16", sinks="H", dtype="bfloat16", options={**CAUSAL, "sliding_window": 9}),
     Case("sinks-rows-that-see-nothing", T=70, S=33, sinks="H2", options=CAUSAL),
-    Case("sinks-segments", T=70, sinks="H", mask=partial(_segments, padding=20), options=CAUSAL),
+    Case("sinks-segments", T=70, sinks="H", mask=partial(segments, padding=20), options=CAUSAL),
 )
 LOGITS = (
     Case("soft-cap", options={"logits_soft_cap": 1.5}),
@@ -355,7 +355,7 @@ LOGITS = (
 DROPOUTS = (
     Case("dropout", options=DROPOUT),
     Case("dropout-gqa-causal-T<S", T=40, S=70, H=4, Hkv=2, options={**DROPOUT, **CAUSAL}),
-    Case("dropout-bfloat16-segments", T=70, dtype="bfloat16", mask=partial(_segments, padding=9), options=DROPOUT),
+    Case("dropout-bfloat16-segments", T=70, dtype="bfloat16", mask=partial(segments, padding=9), options=DROPOUT),
 )
 PACKED = (
     Case("packed", B=1, T=100, cum_q=(0, 30, 31, 80, 100), options=CAUSAL),
@@ -374,7 +374,7 @@ UNNORMALISED = (
     Case("unnormalised-sinks-alone", T=70, S=33, sinks="3", options={**UNDIVIDED, **CAUSAL}),
     Case("unnormalised-bias-soft-cap", bias="1HTS", options={**UNDIVIDED, "logits_soft_cap": 3.0}),
     Case("unnormalised-bfloat16-gqa", H=4, Hkv=2, dtype="bfloat16", options={**UNDIVIDED, **CAUSAL}),
-    Case("unnormalised-segments-no-lse", T=70, mask=partial(_segments, padding=9), lse=False, options=UNDIVIDED),
+    Case("unnormalised-segments-no-lse", T=70, mask=partial(segments, padding=9), lse=False, options=UNDIVIDED),
 )
 # several tiles in both directions and head dims of the Hopper kernels, which refuse most of the small cases above
 _wide = partial(Case, B=1, T=300, D=128, dtype="bfloat16", tiles=(128, 64))
@@ -385,19 +385,19 @@ WIDE = (
     _wide("wide-D64-positions", D=64, mask=_segment_positions, options=CAUSAL),
     _wide("wide-D96-float16", D=96, T=200, dtype="float16"),
     _wide("wide-D96-lengths-window", B=2, D=96, mask=partial(_lengths, q=(300, 111)), options={"sliding_window": 50}),
-    _wide("wide-D128-segments-gqa-causal", H=4, Hkv=2, mask=partial(_segments, padding=40), options=CAUSAL),
+    _wide("wide-D128-segments-gqa-causal", H=4, Hkv=2, mask=partial(segments, padding=40), options=CAUSAL),
     _wide("wide-D128-window-soft-cap", options={**CAUSAL, "sliding_window": 60, "logits_soft_cap": 4.0}),
     _wide("wide-D128-one-query", B=2, T=1, S=300, H=4, Hkv=2, options=CAUSAL),
     _wide("wide-D128-bias-dropout", T=200, bias="1HTS", options={**CAUSAL, **DROPOUT}),
     _wide("wide-D192-causal-T<S", T=130, S=270, D=192, options=CAUSAL),
     _wide("wide-D192-float16-sinks", T=200, D=192, dtype="float16", sinks="H", options={"sliding_window": (90, 10)}),
     _wide("wide-D256-gqa-causal", T=200, D=256, H=4, Hkv=2, options=CAUSAL),
-    _wide("wide-D256-segments-soft-cap", T=200, D=256, mask=partial(_segments, padding=30),
+    _wide("wide-D256-segments-soft-cap", T=200, D=256, mask=partial(segments, padding=30),
           options={"logits_soft_cap": 4.0}),
 )  # fmt: skip
 COMBINATIONS = (
     Case("segments-bias-sinks-soft-cap-dropout", T=70, H=4, Hkv=2, bias="1HTS", sinks="H2",
-         mask=partial(_segments, padding=9), options={**CAUSAL, **DROPOUT, "logits_soft_cap": 4.0}),
+         mask=partial(segments, padding=9), options={**CAUSAL, **DROPOUT, "logits_soft_cap": 4.0}),
     Case("everything-masked", T=70, mask=_everything, options={**CAUSAL, "sliding_window": 40}),
     Case("everything-bfloat16", T=70, S=90, H=4, Hkv=2, D=40, Dv=24, dtype="bfloat16", bias="BHTS", sinks="H",
          mask=partial(_cross, padding=9),

@@ -1,0 +1,37 @@
+"""Same inputs, same bits: outputs and every gradient, ten times, on every platform of this machine."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from harness import cotangents_for, with_gradients
+from harness.softmax import Case, call_case, check_refusal, refusals, segments
+
+RUNS = 10
+
+PLAIN = Case("plain", B=1, T=40, D=64, dtype="bfloat16", lse=False)
+CASES = (
+    PLAIN,
+    replace(PLAIN, id="gqa-causal", H=4, Hkv=2, options={"causal": True}),
+    replace(PLAIN, id="segments", mask=partial(segments, padding=9), options={"causal": True}),
+    replace(PLAIN, id="bias-sinks", bias="1HT1", sinks="H", options={"causal": True}),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_ten_runs_give_the_same_bits(case, platform):
+    if platform.device != "cpu":  # enough programs to race
+        case = replace(case, B=4, T=2000, H=4 * case.H, Hkv=4 * (case.Hkv or case.H))
+    if reasons := refusals(case, platform):
+        check_refusal(case, platform, reasons)
+        return
+    function, arrays = partial(call_case, case, platform), case.arrays()
+    program, cotangents = with_gradients(function), cotangents_for(function, arrays, case.dtype)
+    first = jax.device_get(program(arrays, cotangents))
+    for run in range(1, RUNS):
+        again = jax.device_get(program(arrays, cotangents))
+        for (path, x), y in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(again), strict=True):
+            assert x.tobytes() == y.tobytes(), f"run {run}: {np.sum(x != y)} entries of {jax.tree_util.keystr(path)}"
