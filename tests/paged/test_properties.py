@@ -45,10 +45,10 @@ def test_paged_is_contiguous():
     (key, value), rows, lens = cache(), table(2, 6), (41, 23)
     query, sinks = normal("query", (2, 5, H, D)), normal("sinks", (H,))
     options = {"sliding_window": (12, 0), "softmax_aux": sinks, "logits_soft_cap": 2.0, "return_lse": True}
-    out, lse = page_attention(query, key, value, jnp.array(lens), rows, **options)
+    out, lse = jax.jit(lambda n: page_attention(query, key, value, n, rows, **options))(jnp.array(lens))
     for n, length in enumerate(lens):
         whole = together(key, rows[n], length), together(value, rows[n], length)
-        expected = flash_attention(query[n : n + 1], *whole, causal=True, **options)
+        expected = jax.jit(lambda *a: flash_attention(*a, causal=True, **options))(query[n : n + 1], *whole)
         assert_close({"out": out[n], "lse": lse[n]}, {"out": expected[0][0], "lse": expected[1][0]})
 
 
@@ -70,12 +70,11 @@ def test_splits_change_nothing(platform):
     (key, value), rows = cache(), table(2, 10)
     query, lens, sinks = normal("query", (2, 2, H, D)), jnp.array([77, 3]), normal("sinks", (H,))
     with platform.context():
-        found = [
-            page_attention(
-                query, key, value, lens, rows, softmax_aux=sinks, num_splits=n, platform=platform.name, return_lse=True
-            )
-            for n in (1, 2, 7)
-        ]
+        options = {"softmax_aux": sinks, "platform": platform.name, "return_lse": True}
+        attend = jax.jit(
+            lambda n: page_attention(query, key, value, lens, rows, num_splits=n, **options), static_argnums=0
+        )
+        found = [attend(n) for n in (1, 2, 7)]
     for out, lse in found[1:]:
         assert_close({"out": out, "lse": lse}, {"out": found[0][0], "lse": found[0][1]})
 
@@ -88,10 +87,12 @@ def test_a_mixed_batch_is_its_sequences_apart(platform):
     query = normal("query", (sum(counts), H, D))
     pages = jnp.stack([key, value], 3).reshape(24, L, 2 * HKV, D)
     with platform.context():
-        out = ragged_page_attention(query, pages, jnp.array(lens), rows, start, 3, platform=platform.name)
+        attend = jax.jit(lambda *a: ragged_page_attention(*a, 3, platform=platform.name))
+        out = attend(query, pages, jnp.array(lens), rows, start)
         for n, (first, last) in enumerate(pairwise(start)):
             part = query[first:last]
-            alone = prefill_page_attention(part, key, value, lens[n], rows[n], platform=platform.name)
+            one = jax.jit(lambda *a: prefill_page_attention(*a, platform=platform.name))
+            alone = one(part, key, value, lens[n], rows[n])
             assert_close({"out": out[first:last]}, {"out": alone})
 
 
@@ -105,9 +106,10 @@ def test_a_contiguous_cache_is_one_page():
 def test_a_prompt_in_chunks_is_the_prompt():
     (key, value), (row,) = cache(), table(1, 6)
     query = normal("query", (45, H, D))
-    whole = prefill_page_attention(query, key, value, 45, row)
+    attend = jax.jit(prefill_page_attention)
+    whole = attend(query, key, value, 45, row)
     parts = [
-        prefill_page_attention(query[a:b], key, value, b, row) for a, b in ((0, 1), (1, 20), (20, 45))
+        attend(query[a:b], key, value, b, row) for a, b in ((0, 1), (1, 20), (20, 45))
     ]  # fmt: skip
     assert_close({"out": jnp.concatenate(parts)}, {"out": whole})
 
@@ -201,18 +203,17 @@ def test_work_follows_the_longest_sequence_not_the_table():
 # Cascade --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 16, 19, 40])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_cascade_is_the_plain_call(prefix, tokens):
+def test_cascade_is_the_plain_call(tokens):
     """Whole pages or not; 40 is more than the shortest sequence has, so part of it is left to the sequences."""
-    key, value = cache()
-    own, shared = table(3, 6), table(1, 6, seed=9)[0]
-    rows = own.at[:, :5].set(shared[:5])
-    query, lens = normal("query", (3, tokens, H, D)), jnp.array([48, 0, 41 if prefix < 40 else 30])
+    rows = table(3, 6).at[:, :5].set(table(1, 5, seed=9))
+    arrays = normal("query", (3, tokens, H, D)), *cache()
     options = {"softmax_aux": normal("sinks", (H,)), "logits_soft_cap": 3.0, "return_lse": True}
-    out, lse = jax.jit(lambda n: cascade_attention(query, key, value, lens, rows, n, **options))(prefix)
-    expected = page_attention(query, key, value, lens, rows, **options)
-    assert_close({"out": out, "lse": lse}, {"out": expected[0], "lse": expected[1]})
+    plain = jax.jit(lambda lens: page_attention(*arrays, lens, rows, **options))
+    shared = jax.jit(lambda lens, prefix: cascade_attention(*arrays, lens, rows, prefix, **options))
+    for prefix in (0, 1, 16, 19, 40):
+        lens = jnp.array([48, 0, 41 if prefix < 40 else 30])
+        assert_close(*(dict(zip(("out", "lse"), found, strict=True)) for found in (shared(lens, prefix), plain(lens))))
 
 
 def test_cascade_on_the_kernels(platform):
@@ -221,9 +222,13 @@ def test_cascade_on_the_kernels(platform):
     rows = table(2, 6).at[:, :4].set(table(1, 4, seed=9))
     query, lens = normal("query", (2, H, D), "bfloat16"), jnp.array([48, 35])
     with platform.context():
-        out = cascade_attention(query, key, value, lens, rows, 30, platform=platform.name)
-    exact, naive = (reference(page_call(query, key, value, lens, rows), t)["out"][0] for t in ("float32", "bfloat16"))
-    assert_close({"out": out}, {"out": exact}, {"out": naive})
+        out = jax.jit(lambda *a: cascade_attention(*a, 30, platform=platform.name))(query, key, value, lens, rows)
+
+    @jax.jit
+    def defined(*arrays):
+        return [{"out": reference(page_call(*arrays), dtype)["out"][0]} for dtype in ("float32", "bfloat16")]
+
+    assert_close({"out": out}, *defined(query, key, value, lens, rows))
 
 
 def test_cascade_refuses_a_prefix_beyond_the_table():

@@ -113,15 +113,16 @@ def test_sequences_and_heads(rank, mesh):
 def test_one_key_head_is_not_split(mesh):
     given = arrays()
     given |= {name: given[name][:, :, :1] for name in ("key_cache", "value_cache")}
-    split = attend(**given, mesh=mesh, in_specs={"query": P(None, "tp")})
-    assert_close(split, attend(**given))
+    split = jax.jit(lambda a: attend(**a, mesh=mesh, in_specs={"query": P(None, "tp")}))(given)
+    assert_close(split, jax.jit(lambda a: attend(**a))(given))
 
 
 def test_ragged_heads(mesh):
     query, pages = normal("query", (10, H, D)), normal("pages", (PAGES, L, 2 * HKV, D))
     rest = LENS.at[1].set(9), TABLE, jnp.array([0, 1, 9, 9, 10]), 4
-    split = ragged_page_attention(query, pages, *rest, mesh=mesh, in_specs=(P(None, "tp"), HEADS))
-    assert_close({"out": split}, {"out": ragged_page_attention(query, pages, *rest)})
+    specs = {"mesh": mesh, "in_specs": (P(None, "tp"), HEADS)}
+    split = jax.jit(lambda *a: ragged_page_attention(*a, **specs))(query, pages, *rest)
+    assert_close({"out": split}, {"out": jax.jit(ragged_page_attention)(query, pages, *rest)})
     with pytest.raises(ValueError, match="a mesh must split whole pairs of key and value"):
         ragged_page_attention(query, pages[:, :, :4], *rest, mesh=mesh, in_specs=(P(None, "tp"), HEADS))
 
@@ -130,16 +131,18 @@ def test_contiguous_caches_split_along(mesh):
     key, value = normal("key", (N, 24, HKV, D)), normal("value", (N, 24, HKV, D))
     arguments = normal("query", (N, H, D)), key, value, LENS // 2, LENS
     cache = P("dp", None, "tp", None)
-    split = ragged_decode_attention(*arguments, mesh=mesh, in_specs=(P("dp", "tp"), cache, cache))
-    assert_close({"out": split}, {"out": ragged_decode_attention(*arguments)})
+    specs = {"mesh": mesh, "in_specs": (P("dp", "tp"), cache, cache)}
+    split = jax.jit(lambda *a: ragged_decode_attention(*a, **specs))(*arguments)
+    assert_close({"out": split}, {"out": jax.jit(ragged_decode_attention)(*arguments)})
 
 
 def test_flat_buffers(mesh):
     key, value = (normal(name, (PAGES, HKV, D)) for name in ("key", "value"))
     arguments = normal("query", (N, H, D)), key, value, TABLE, jnp.array([3, 0, 1, 2])
     heads = P(None, "tp", None)
-    split = decode_attention(*arguments, mesh=mesh, in_specs=(P("dp", "tp"), heads, heads))
-    assert_close({"out": split}, {"out": decode_attention(*arguments)})
+    specs = {"mesh": mesh, "in_specs": (P("dp", "tp"), heads, heads)}
+    split = jax.jit(lambda *a: decode_attention(*a, **specs))(*arguments)
+    assert_close({"out": split}, {"out": jax.jit(decode_attention)(*arguments)})
 
 
 def test_what_cannot_be_split(mesh):
@@ -157,7 +160,8 @@ def test_a_shard_map_of_ones_own_with_pages_of_ones_own(mesh):
         lambda a: attend(**a), mesh=mesh, in_specs=(specs,), out_specs={"out": P("dp"), "lse": P("dp")}
     )
     half = {name: (x.shape[0] // 2) for name, x in given.items()}
-    parts = [attend(**{name: x[i * half[name] : (i + 1) * half[name]] for name, x in given.items()}) for i in (0, 1)]
+    one = jax.jit(lambda a: attend(**a))
+    parts = [one({name: x[i * half[name] : (i + 1) * half[name]] for name, x in given.items()}) for i in (0, 1)]
     assert_close(jax.jit(body)(given), jax.tree.map(lambda *x: np.concatenate(x), *parts))
 
 
