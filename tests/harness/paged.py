@@ -198,6 +198,12 @@ class Case:
         return dict(zip(("block_q", "block_k"), self.tiles, strict=True))
 
 
+def refused(platform: Platform) -> bool:
+    """Whether a platform has no kernel of this family; `check_case` checks that it says so."""
+    with platform.context():
+        return platform.name in explain(page_attention, **CASES[0].arrays()).refusals
+
+
 def check_case(case: Case, platform: Platform, *, optimised: bool = False, **options: Any) -> None:
     """A case on a platform against the definition; a platform that refuses must say why."""
     arrays = case.arrays()

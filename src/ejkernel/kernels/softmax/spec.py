@@ -1,15 +1,14 @@
 """The canonical call of softmax attention: every check and every default is here."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core as jax_core
 
 from ejkernel.kernels.common.dropout import head_seeds
+from ejkernel.kernels.common.options import flag, number, soft_cap
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.ops import Call, Dims, Shards
 from ejkernel.ops.checks import check_rows
@@ -118,22 +117,22 @@ def canonicalise(
     arrays["bias"] = _bias(bias, dims)
     arrays["sinks"] = _sinks(softmax_aux, dims)
     arrays |= _mask_arrays(mask)
-    dropout = _number("dropout_prob", dropout_prob)
+    dropout = number("dropout_prob", dropout_prob)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout_prob={dropout_prob} must be at least 0 and below 1")
     if dropout > 0.0:
         arrays["dropout_seeds"] = head_seeds(_seed(dropout_seed, dropout), dims.B, dims.H)
     spec = Spec(
-        scale=dims.D**-0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale),
-        band=Band(*mask.band) & Band(None, 0 if _flag("causal", causal) else None) & window_band(sliding_window),
+        scale=dims.D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale),
+        band=Band(*mask.band) & Band(None, 0 if flag("causal", causal) else None) & window_band(sliding_window),
         chunk=mask.chunk,
-        soft_cap=_soft_cap(logits_soft_cap),
+        soft_cap=soft_cap(logits_soft_cap),
         dropout=dropout,
         logits_dtype=_logits_dtype(logits_dtype),
         precision=_precision(precision),
         pattern_block=None if mask.pattern is None else mask.pattern.block_shape,
-        with_argmax=not _flag("normalize_output", normalize_output),
-        with_lse=_flag("return_lse", return_lse),
+        with_argmax=not flag("normalize_output", normalize_output),
+        with_lse=flag("return_lse", return_lse),
         packed=packed,
     )
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
@@ -191,24 +190,6 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensi
 # Static options ---------------------------------------------------------------------------------------------
 
 
-def _number(name: str, x: Any) -> float:
-    if isinstance(x, jax_core.Tracer):
-        raise TypeError(f"{name} must be a Python number, got a traced value: it is part of the compiled program")
-    try:
-        number = float(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {x!r}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name}={number} must be finite")
-    return number
-
-
-def _flag(name: str, x: Any) -> bool:
-    if not isinstance(x, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {x!r}")
-    return bool(x)
-
-
 def window_band(sliding_window: Any) -> Band:
     """The band of `sliding_window`: None, w for (w, w), or (left, right) where None is unbounded."""
     if sliding_window is None:
@@ -223,15 +204,6 @@ def window_band(sliding_window: Any) -> Band:
             raise ValueError(f"sliding_window={sliding_window!r} must not be negative")
     left, right = pair
     return Band(None if left is None else -int(left), None if right is None else int(right))
-
-
-def _soft_cap(cap: Any) -> float | None:
-    if cap is None:
-        return None
-    number = _number("logits_soft_cap", cap)
-    if number <= 0:
-        raise ValueError(f"logits_soft_cap={number} must be positive")
-    return number
 
 
 def _logits_dtype(dtype: Any) -> str:
