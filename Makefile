@@ -10,11 +10,12 @@ export JAX_PLATFORMS
 export TPU_SKIP_MDS_QUERY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types pytest bench tables clean
+.PHONY: help quickstart test lint types pytest tpu-aot bench tables clean
 
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
 	@echo "make test         lint, types, tests and doctests"
+	@echo "make tpu-aot      compile every TPU kernel for v4, v5e, v5p and v6e, and print its roofline"
 	@echo "make bench        measure attention against peers on this machine"
 	@echo "make tables       regenerate the tables in the READMEs"
 	@echo "make clean        remove $(VENV), caches and build outputs"
@@ -34,6 +35,10 @@ types: $(VENV)/installed-test
 # compiling keeps one core busy, so workers pay
 pytest: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+tpu-aot: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m tpu_aot tests
+	$(BIN)/ejkernel roofline
 
 bench: $(VENV)/installed-bench
 	$(BIN)/ejkernel bench softmax --json bench.json --plot bench.png

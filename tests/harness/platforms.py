@@ -16,6 +16,7 @@ class Platform:
         device: "cpu" or "gpu".
         interpreted: whether the kernels run in their interpreter.
         tiles: whether the platform takes a case's tile sizes; otherwise it chooses its own.
+        scale: what a case's tile sizes are multiplied by, for an interpreter whose every step is slow.
         precision: what float32 matmuls need to be float32.
     """
 
@@ -23,6 +24,7 @@ class Platform:
     device: str = "cpu"
     interpreted: bool = False
     tiles: bool = False
+    scale: int = 1
     precision: str | None = None
 
     @property
@@ -37,7 +39,7 @@ class Platform:
         """The keywords that send a call of a public function here."""
         options: dict[str, Any] = {"platform": self.name}
         if self.tiles:
-            options["cfg"] = dict(zip(("block_q", "block_k"), tiles, strict=True))
+            options["cfg"] = {"block_q": self.scale * tiles[0], "block_k": self.scale * tiles[1]}
         if self.precision is not None and dtype == "float32":
             options["precision"] = self.precision
         return options
@@ -47,6 +49,7 @@ class Platform:
 PLATFORMS = (
     Platform("xla", tiles=True),
     Platform("triton", interpreted=True),
+    Platform("pallas", interpreted=True, tiles=True, scale=2),
     Platform("xla", "gpu", tiles=True, precision="highest"),
     Platform("pallas", "gpu"),
     Platform("cudnn", "gpu"),

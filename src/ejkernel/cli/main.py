@@ -207,5 +207,17 @@ def support(operation: Annotated[str, typer.Argument(help="Such as flash_attenti
         raise typer.Exit(1) from None
 
 
+@app.command()
+def roofline(
+    batch: Annotated[int, typer.Option(min=1)] = 2,
+    length: Annotated[int, typer.Option(min=1)] = 8192,
+    width: Annotated[int, typer.Option(min=256, help="heads * head_dim.")] = 2048,
+) -> None:
+    """Print the milliseconds that softmax attention cannot beat on each TPU, from the tiles its kernels visit."""
+    from ejkernel.cli.roofline import softmax_table
+
+    print(softmax_table(batch, length, width))
+
+
 if __name__ == "__main__":
     app()

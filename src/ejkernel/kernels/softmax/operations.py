@@ -13,7 +13,7 @@ from ejkernel.types import BlockPattern, MaskInfo
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.softmax.xla",
     "triton": "ejkernel.kernels.softmax.triton",
-    "pallas": {"gpu": "ejkernel.kernels.softmax.mosaic_gpu"},
+    "pallas": {"gpu": "ejkernel.kernels.softmax.mosaic_gpu", "tpu": "ejkernel.kernels.softmax.pallas_tpu"},
     "cudnn": "ejkernel.kernels.softmax.cudnn",
 }
 
@@ -101,7 +101,7 @@ _family = partial(Operation, arrays=ARRAYS, outputs=OUTPUTS, bucket=bucket, prob
 FLASH_ATTENTION = _family(
     name="flash_attention",
     implementations=IMPLEMENTATIONS,
-    preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("xla",)},
+    preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
 )
 
 BLOCKSPARSE_ATTENTION = _family(
@@ -113,5 +113,5 @@ BLOCKSPARSE_ATTENTION = _family(
 SCALED_DOT_PRODUCT_ATTENTION = _family(
     name="scaled_dot_product_attention",
     implementations=IMPLEMENTATIONS,
-    preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("xla",)},
+    preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
 )

@@ -1,0 +1,118 @@
+"""What every Pallas kernel for TPUs needs: the chips, a launch, and turns between rows and columns of a tile."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.ops import Target
+
+LANES = 128
+SUBLANES = 8
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a kernel must know of a TPU.
+
+    Attributes:
+        vmem_bytes: vector memory of a core. What a kernel may use of it is `vmem_budget`.
+        flops: bfloat16 operations a second, of the whole chip.
+        bandwidth: bytes a second between the chip and its HBM.
+        mxu: rows and columns of its matrix unit: a product over fewer leaves part of it idle.
+        cores: cores that share `flops` and `bandwidth`.
+    """
+
+    name: str
+    vmem_bytes: int
+    flops: float
+    bandwidth: float
+    mxu: int = 128
+    cores: int = 1
+
+    @property
+    def vmem_budget(self) -> int:
+        """Seven eighths: the rest is for what the compiler keeps beside a kernel's own arrays."""
+        return self.vmem_bytes * 7 // 8
+
+
+SMEM_BYTES = MIB  # scalar memory of a core, on all of these
+
+# by the device kind JAX reports, as `Target.kind` spells it
+CHIPS = {
+    "tpu_v4": Chip("v4", 16 * MIB, 275e12, 1.23e12, cores=2),
+    "tpu_v5_lite": Chip("v5e", 128 * MIB, 197e12, 0.82e12),
+    "tpu_v5": Chip("v5p", 64 * MIB, 459e12, 2.77e12, cores=2),
+    "tpu_v6_lite": Chip("v6e", 128 * MIB, 918e12, 1.64e12, mxu=256),
+}
+ALIASES = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
+
+
+def chip_of(target: Target) -> Chip:
+    """The chip of a target; an interpreter stands for v5e, and a TPU not listed gets the memory of the smallest."""
+    if target.interpreted:
+        return CHIPS["tpu_v5_lite"]
+    return CHIPS.get(ALIASES.get(target.kind, target.kind), CHIPS["tpu_v4"])
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    target: Target,
+    grid: Sequence[Any],
+    scalars: Sequence[jax.Array],
+    arrays: dict[str, tuple[jax.Array, pl.BlockSpec]],
+    outputs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    scratch: dict[str, Any],
+    cost: pl.CostEstimate | None = None,
+    parallel: int = 0,
+) -> dict[str, jax.Array]:
+    """Run `kernel(scalars, arrays, outputs, scratch)`, each a tuple or dict of refs, over a grid.
+
+    Index maps get the grid indices, then the refs of `scalars`, which lie in scalar memory before the grid starts.
+    The first `parallel` grid dimensions may be split over the cores of a chip; the last one runs innermost.
+    """
+
+    def body(*refs: Any) -> None:
+        given = iter(refs)
+        kernel(
+            tuple(next(given) for _ in scalars),
+            {name: next(given) for name in arrays},
+            {name: next(given) for name in outputs},
+            {name: next(given) for name in scratch},
+        )
+
+    results = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=tuple(grid),
+            in_specs=[spec for _, spec in arrays.values()],
+            out_specs=[spec for _, spec in outputs.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[struct for struct, _ in outputs.values()],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel),
+            vmem_limit_bytes=chip_of(target).vmem_budget,
+        ),
+        # memory starts as nan, and two accesses that nothing orders are reported
+        interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if target.interpreted else False,
+        cost_estimate=cost,
+        name=getattr(kernel, "__name__", None),
+    )(*scalars, *(x for x, _ in arrays.values()))
+    return dict(zip(outputs, results, strict=True))
+
+
+def turned(x: jax.Array) -> jax.Array:
+    """A 32-bit tile (m, n) as (n, m). Where m or n is 1 it passes through a full tile, as the hardware turns those."""
+    m, n = x.shape
+    wide = jnp.broadcast_to(x, (LANES if m == 1 else m, LANES if n == 1 else n)).T
+    return wide[: 1 if n == 1 else n, : 1 if m == 1 else m]

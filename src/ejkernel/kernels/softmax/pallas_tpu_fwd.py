@@ -1,0 +1,97 @@
+"""The forward kernel: a block of queries of one head meets the key blocks that the schedule gives it, one per step.
+
+Kept in VMEM between the steps of a row, in lanes as the queries are: the largest logit (base 2), the sum of
+exponentials against it, and the output against it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.common.pallas_tpu import LN_2, LOG2_E, turned
+from ejkernel.kernels.common.tiles import MASKED
+from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST
+from ejkernel.kernels.softmax.pallas_tpu_tiles import At, Refs, Tiles, all_finite, length_second, scrubbed
+from ejkernel.ops import Call
+
+_NOWHERE = 2**30
+
+
+def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
+    """out (B, T, H, Dv), lse (B, H, T), and argmax (B, H, T) where the call wants it."""
+    tiles = Tiles.of(call, block_q, block_k, "q")
+    B, T, _, H, _, _, Dv = tiles.dims
+    row = tiles.of_queries(1)
+    outputs = {
+        "out": (jax.ShapeDtypeStruct((B, H, Dv, T), call["query"].dtype), tiles.of_queries(Dv)),
+        "lse": (jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32), row),
+    }
+    lanes = pltpu.VMEM((1, tiles.block_q), jnp.float32)
+    scratch = {"top": lanes, "total": lanes, "sum": pltpu.VMEM((Dv, tiles.block_q), jnp.float32)}
+    if call.spec.with_argmax:
+        outputs["argmax"] = (jax.ShapeDtypeStruct((B, H, 1, T), jnp.int32), row)
+        scratch |= {"best": lanes, "best_at": pltpu.VMEM((1, tiles.block_q), jnp.int32)}
+
+    def softmax_forward(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.here(scalars)
+        pl.when(at.has(FIRST))(lambda: _start(tiles, scalars, at, kept))
+        tiles.visit(at, lambda masked: _step(tiles, scalars, arrays, kept, at, masked))
+        pl.when(at.has(LAST))(lambda: _finish(outs, kept))
+
+    done = tiles.launch(softmax_forward, tiles.operands(), outputs, scratch, width=tiles.dims.D + Dv)
+    done["out"] = length_second(done["out"])
+    return {name: x if name == "out" else x[:, :, 0] for name, x in done.items()}
+
+
+def _start(tiles: Tiles, scalars: Any, at: At, kept: Refs) -> None:
+    """A head's sinks count once, here."""
+    row = kept["top"].shape
+    if "sinks" in tiles.call:
+        sink = jnp.full(row, tiles.sink(scalars, at) * LOG2_E, jnp.float32)
+        top = jnp.maximum(sink, MASKED)
+        kept["top"][...], kept["total"][...] = top, jnp.exp2(sink - top)
+    else:
+        kept["top"][...], kept["total"][...] = jnp.full(row, MASKED, jnp.float32), jnp.zeros(row, jnp.float32)
+    kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
+    if "best" in kept:
+        kept["best"][...], kept["best_at"][...] = jnp.full(row, MASKED, jnp.float32), jnp.full(row, -1, jnp.int32)
+
+
+def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: At, masked: bool) -> None:
+    value = arrays["value"][...]
+    x, _ = tiles.logits(arrays, arrays["query"][...], arrays["key"][...])
+    if masked:
+        # a value that is not finite marks its key: the mask then hides it from all who must not see it
+        fine = all_finite(value).astype(jnp.float32).min(0, keepdims=True)
+        x = jnp.where(turned(fine) > 0.0, x, jnp.nan)
+        x = jnp.where(tiles.seen(arrays, at), x, MASKED)
+        value = scrubbed(value)
+    highest = x.max(0, keepdims=True)
+    if "best" in kept:
+        _, keys = tiles.indices(at)
+        where = jnp.where(x == highest, keys, _NOWHERE).min(0, keepdims=True)
+        better = highest > kept["best"][...]
+        kept["best_at"][...] = jnp.where(better, where, kept["best_at"][...])
+        kept["best"][...] = jnp.where(better, highest, kept["best"][...])
+    before = kept["top"][...]
+    top = jnp.maximum(before, highest)
+    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: its weights are exp2(MASKED) = 0
+    weights, shrink = jnp.exp2(x - base), jnp.exp2(before - base)
+    kept["top"][...] = top
+    kept["total"][...] = kept["total"][...] * shrink + weights.sum(0, keepdims=True)
+    if tiles.spec.dropout:
+        weights = jnp.where(tiles.stays(scalars, at), weights * (1.0 / (1.0 - tiles.spec.dropout)), 0.0)
+    kept["sum"][...] = kept["sum"][...] * shrink + tiles.dot(value, weights.astype(value.dtype), (1, 0))
+
+
+def _finish(outs: Refs, kept: Refs) -> None:
+    total = kept["total"][...]
+    some = total != 0.0  # a nan total is not nothing: it must show
+    total = jnp.where(some, total, 1.0)
+    outs["out"][...] = (kept["sum"][...] / total).astype(outs["out"].dtype)
+    outs["lse"][...] = jnp.where(some, kept["top"][...] * LN_2 + jnp.log(total), -jnp.inf)
+    if "best_at" in kept:
+        outs["argmax"][...] = kept["best_at"][...]

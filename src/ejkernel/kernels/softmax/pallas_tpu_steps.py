@@ -1,0 +1,189 @@
+"""The block schedule as a TPU grid: one step per visited tile, and no step for any other.
+
+A TPU runs a grid one step after another, so the schedule is laid out flat: step s works on tile (row, column). The
+rows are query blocks (forward, dq), or pairs of a key block and one of the query heads that share it (dk and dv).
+Every row has at least one step, for something must write its zeros.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.softmax.schedule import Lists, Ranges, Schedule, Side, plan
+from ejkernel.ops import Call
+
+FIRST, LAST, VISIT, MASKED = 1, 2, 4, 8
+_FLAG_BITS = 4
+
+
+class Steps(NamedTuple):
+    """The steps of every (batch, head) whose schedule differs.
+
+    `rows` and `columns` are int32 (batches * heads * length), made for scalar memory; `columns` holds its flags too.
+    """
+
+    rows: Any
+    columns: Any
+    batches: int
+    heads: int
+    length: int  # room for steps of one (batch, head)
+    number: Any  # steps of the grid: an int, or an array when it depends on values
+    masked: bool  # whether a step may need the element mask, and whether one may do without
+    unmasked: bool
+
+    @property
+    def scalars(self) -> list[jax.Array]:
+        return [self.rows, self.columns]
+
+    @property
+    def scalar_bytes(self) -> int:
+        return 4 * (self.rows.size + self.columns.size)
+
+    def _place(self, b: Any, h: Any, s: Any) -> Any:
+        first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
+        return first * self.length + s
+
+    def row(self, scalars: Any, b: Any, h: Any, s: Any) -> Any:
+        """The row of a step, from the refs of `rows` and `columns`."""
+        return scalars[0][self._place(b, h, s)]
+
+    def column(self, scalars: Any, b: Any, h: Any, s: Any) -> tuple[Any, Any]:
+        """The column of a step, and its flags."""
+        word = scalars[1][self._place(b, h, s)]
+        return word >> _FLAG_BITS, word
+
+
+def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) -> Steps:
+    """The steps of a call; with `group`, every row is one of `group` query heads that share a key block."""
+    schedule = plan(call, block_q, block_k, side)
+    table, index = _tables(schedule, group)
+    blocks = -(-call["key"].shape[1] // block_k) if side == "q" else -(-call["query"].shape[1] // block_q)
+    numpy = isinstance(table, np.ndarray)
+    if isinstance(schedule, Ranges):
+        unmasked, total = table[..., 2] - table[..., 1], table[..., 3] - table[..., 0]
+    else:
+        unmasked, total = table[..., 0], table[..., 1]
+    batches, heads, R = total.shape
+    xp = np if numpy else jnp
+    counts = xp.maximum(total, 1)
+    ends = xp.cumsum(counts, axis=-1)
+    length = int(ends.max()) if numpy else _room(call, block_q, block_k, side, group, R * blocks)
+    s = xp.arange(length, dtype=np.int32)
+    row = _rows(ends, length, xp)
+
+    def of_row(x: Any) -> Any:
+        return xp.take_along_axis(x, row, axis=-1)
+
+    real = s < ends[..., -1:]
+    n = xp.where(real, s - of_row(ends - counts), of_row(counts) - 1)  # steps past the end stay where the last was
+    column = xp.clip(_columns(table, index, row, n, xp), 0, blocks - 1)  # an empty range may lie outside
+    flags = (
+        FIRST * ((n == 0) & (row % group == 0))
+        + LAST * ((n == of_row(counts) - 1) & (row % group == group - 1))
+        + VISIT * (n < of_row(total))
+        + MASKED * (n >= of_row(unmasked))
+    )
+    word = (column << _FLAG_BITS) + xp.where(real, flags, 0)
+    number = length if numpy else ends[..., -1].max().astype(jnp.int32)
+    return Steps(
+        jnp.asarray(row.reshape(-1), jnp.int32),
+        jnp.asarray(word.reshape(-1), jnp.int32),
+        batches,
+        heads,
+        length,
+        number,
+        masked=bool((total > unmasked).any()) if numpy else True,
+        unmasked=bool((unmasked > 0).any()) if numpy else True,
+    )
+
+
+def _rows(ends: Any, length: int, xp: Any) -> Any:
+    """The row of each step, from where the steps of every row end: (batches, heads, length)."""
+    if xp is np:  # a schedule known now is the same for every batch row and head
+        counts = np.diff(ends[0, 0], prepend=0)
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, None]
+
+    def one(ends: jax.Array) -> jax.Array:
+        passed = jnp.zeros(length + 1, jnp.int32).at[jnp.minimum(ends, length)].add(1)
+        return jnp.minimum(jnp.cumsum(passed)[:-1], ends.shape[0] - 1)
+
+    return jax.vmap(jax.vmap(one))(ends)
+
+
+def _tables(schedule: Schedule, group: int) -> tuple[Any, Any]:
+    """The schedule's rows (batches, heads, rows, ...) and, of lists, their blocks; rows of a group side by side."""
+
+    def grouped(x: Any) -> Any:
+        Bs, Hs, n, m = x.shape
+        if group == 1:
+            return x
+        if Hs == 1:
+            return x.repeat(group, axis=2)
+        return x.reshape(Bs, Hs // group, group, n, m).swapaxes(2, 3).reshape(Bs, Hs // group, n * group, m)
+
+    if isinstance(schedule, Lists):
+        return grouped(schedule.number), grouped(schedule.index)
+    return grouped(schedule.bounds), None
+
+
+def _columns(table: Any, index: Any, row: Any, n: Any, xp: Any) -> Any:
+    """The n-th block that each row visits, unmasked ones first."""
+    if index is not None:
+        m = index.shape[-1]
+        return xp.take_along_axis(index.reshape(*index.shape[:2], -1), row * m + xp.minimum(n, m - 1), axis=-1)
+    lo, full_lo, full_hi, _ = (xp.take_along_axis(table[..., c], row, axis=-1) for c in range(4))
+    full = full_hi - full_lo
+    masked = lo + n - full
+    after = xp.where(masked < full_lo, masked, masked + full)
+    return xp.where(n < full, full_lo + n, after)
+
+
+def _room(call: Call, block_q: int, block_k: int, side: Side, group: int, most: int) -> int:
+    """The most steps of a schedule that is known on the device only: those of its static part, or all tiles."""
+    if "q_positions" in call:
+        return most
+    kept = {name: call[name] for name in ("query", "key", "value")}
+    return flatten(Call(call.spec, kept), block_q, block_k, side, group).length
+
+
+class Statuses(NamedTuple):
+    """The flags VISIT and MASKED of every tile, int32 (batches * heads * nq * nk), for a grid over all tiles."""
+
+    table: Any
+    batches: int
+    heads: int
+    nq: int
+    nk: int
+    masked: bool = True
+    unmasked: bool = True
+
+    @property
+    def scalars(self) -> list[jax.Array]:
+        return [self.table]
+
+    @property
+    def scalar_bytes(self) -> int:
+        return 4 * self.table.size
+
+    def at(self, scalars: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
+        return scalars[0][(first * self.nq + i) * self.nk + j]
+
+
+def statuses(call: Call, block_q: int, block_k: int) -> Statuses:
+    """The flags of every tile of a call; one with queries past the end needs the mask."""
+    T, S = call["query"].shape[1], call["key"].shape[1]
+    schedule = plan(call, block_q, block_k, "q")
+    j = jnp.arange(-(-S // block_k))
+    if isinstance(schedule, Lists):
+        place = jnp.argsort(schedule.index, axis=-1)  # of each block in its row's list
+        full, some = (place < schedule.number[..., c : c + 1] for c in (0, 1))
+    else:
+        lo, full_lo, full_hi, hi = (jnp.asarray(schedule.bounds)[..., c : c + 1] for c in range(4))
+        full, some = (full_lo <= j) & (j < full_hi), (lo <= j) & (j < hi)
+    batches, heads, nq, nk = some.shape
+    inside = (jnp.arange(1, nq + 1) * block_q <= T)[:, None]
+    table = jnp.where(some, VISIT + MASKED * ~(full & inside), 0)
+    return Statuses(table.reshape(-1).astype(jnp.int32), batches, heads, nq, nk)
