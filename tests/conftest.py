@@ -70,6 +70,22 @@ def pytest_runtest_setup(item):
             pytest.skip("needs an NVIDIA GPU")
 
 
+@pytest.fixture(scope="session")
+def tpu_devices():
+    """A function from a topology, such as "v5e:2x2", to its devices, which libtpu compiles for."""
+    import jax
+
+    jax.devices()  # the CPU's XLA has read its flags now; libtpu has an XLA of its own and ends on a flag it lacks
+    given = {name: os.environ.get(name) for name in ("XLA_FLAGS", "ALLOW_MULTIPLE_LIBTPU_LOAD")}
+    os.environ.pop("XLA_FLAGS", None)
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # every worker of a run loads it
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    yield lambda name: topologies.get_topology_desc(topology_name=name, platform="tpu").devices
+    os.environ.update({name: value for name, value in given.items() if value is not None})
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_tuned_files(tmp_path_factory):
     """What this machine's user has tuned must not decide a test."""
