@@ -78,7 +78,7 @@ _CORES = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, 
 # by the padded head dim. Decode (keys, warps, stages): two or three programs on a multiprocessor, which together have
 # about 100 KB of keys and values on their way, hide the latency of its memory. Prefill (rows, keys, warps, stages).
 _DECODE = {
-    "hopper": {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "hopper": {64: (128, 4, 3), 128: (64, 4, 4), 256: (32, 4, 3)},
     "ampere": {64: (64, 4, 2), 128: (32, 4, 3), 256: (16, 4, 3)},
     "float32": {64: (32, 4, 2), 128: (16, 4, 2), 256: (16, 8, 2)},
 }
@@ -112,9 +112,9 @@ def default_config(call: Call) -> Config:
 
 
 def _splits(call: Call, dims: Dimensions) -> int:
-    """Enough programs to fill the chip twice over, each with at least 256 keys."""
-    fill = 2 * _CORES.get(call.target.arch, 132)
-    wanted = -(-fill // (dims.B * dims.N * dims.Hkv))
+    """Enough programs to fill the chip twice over, each with at least 256 keys; one and a half times needs no merge."""
+    cores, programs = _CORES.get(call.target.arch, 132), dims.B * dims.N * dims.Hkv
+    wanted = 1 if 2 * programs >= 3 * cores else -(-2 * cores // programs)
     return max(1, min(wanted, -(-dims.S // 256), 128))
 
 
