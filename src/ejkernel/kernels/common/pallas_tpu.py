@@ -14,7 +14,6 @@ from ejkernel.ops import Target
 LANES = 128
 SUBLANES = 8
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 MIB = 2**20
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.common.pallas_tpu import LOG2_E, turned
+from ejkernel.kernels.common.pallas_tpu import turned
 from ejkernel.kernels.common.tiles import uncapped_gradient
 from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST, statuses
 from ejkernel.kernels.softmax.pallas_tpu_tiles import (
@@ -43,35 +43,48 @@ def _operands(tiles: Tiles, rows: Rows) -> dict[str, Operand]:
     row = tiles.of_queries(1)
     return tiles.operands() | {
         "dout": (length_last(rows.dout), tiles.of_queries(tiles.dims.Dv)),
-        "lse": ((rows.lse * LOG2_E)[:, :, None], row),
+        "lse": ((rows.lse / tiles.unit)[:, :, None], row),
         "delta": (rows.delta[:, :, None], row),
     }
 
 
-def _tile(tiles: Tiles, scalars: Any, arrays: Refs, at: At, masked: bool) -> tuple[jax.Array, jax.Array]:
+class _Inputs(NamedTuple):
+    """The blocks of a tile."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    dout: jax.Array
+
+    @classmethod
+    def read(cls, arrays: Refs) -> "_Inputs":
+        return cls(*(arrays[name][...] for name in cls._fields))
+
+    def scrubbed(self, masked: bool) -> "_Inputs":
+        """For products that sum over rows: where some are hidden, without what could leak as 0 * nan."""
+        return _Inputs(*map(scrubbed, self)) if masked else self
+
+
+def _tile(
+    tiles: Tiles, scalars: Any, arrays: Refs, inputs: _Inputs, at: At, masked: bool
+) -> tuple[jax.Array, jax.Array]:
     """Weights after dropout and the gradient of the logits, both (block_k, block_q)."""
     dropout, cap = tiles.spec.dropout, tiles.spec.soft_cap
-    x, logits = tiles.logits(arrays, arrays["query"][...], arrays["key"][...])
-    p = jnp.exp2(x - arrays["lse"][...])
-    dp = tiles.dot(arrays["value"][...], arrays["dout"][...], (0, 0))
+    x = tiles.logits(arrays, inputs.query, inputs.key)
+    p = tiles.weights(x, arrays["lse"][...])
+    dp = tiles.dot(inputs.value, inputs.dout, (0, 0))
     if masked:
         p = jnp.where(dp - dp == 0.0, p, jnp.nan)  # a bad row of dout shows in dv too, which multiplies it scrubbed
     kept = p
     if dropout:
         stays = tiles.stays(scalars, at)
-        kept, dp = (jnp.where(stays, x * (1.0 / (1.0 - dropout)), 0.0) for x in (p, dp))
+        kept, dp = (jnp.where(stays, y * (1.0 / (1.0 - dropout)), 0.0) for y in (p, dp))
     ds = p * (dp - arrays["delta"][...])
-    if logits is not None:
-        ds = uncapped_gradient(ds, logits, cap)
+    ds = uncapped_gradient(ds, x, cap)
     if masked:
         seen = tiles.seen(arrays, at)
         kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
     return kept, ds
-
-
-def _read(ref: Any, masked: bool) -> jax.Array:
-    """Rows for a product that sums over them: where some are hidden, without what could leak as 0 * nan."""
-    return scrubbed(ref[...]) if masked else ref[...]
 
 
 def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
@@ -89,8 +102,9 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
             kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
 
         def step(masked: bool) -> None:
-            key = _read(arrays["key"], masked)
-            _, ds = _tile(tiles, scalars, arrays, at, masked)
+            inputs = _Inputs.read(arrays)
+            _, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
+            key = inputs.scrubbed(masked).key
             kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
 
         tiles.visit(at, step)
@@ -121,8 +135,9 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
                 sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
         def step(masked: bool) -> None:
-            query, dout = _read(arrays["query"], masked), _read(arrays["dout"], masked)
-            p, ds = _tile(tiles, scalars, arrays, at, masked)
+            inputs = _Inputs.read(arrays)
+            p, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
+            query, _, _, dout = inputs.scrubbed(masked)
             kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
             kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
 
@@ -211,7 +226,7 @@ def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
             kept["sum"][...] = jnp.zeros(sums, jnp.float32)
 
         def step(masked: bool) -> None:
-            _, ds = _tile(tiles, scalars, arrays, at, masked)
+            _, ds = _tile(tiles, scalars, arrays, _Inputs.read(arrays), at, masked)
             if sums[0] == 1:
                 ds = ds.sum(1, keepdims=True)
             if sums[1] == 1:

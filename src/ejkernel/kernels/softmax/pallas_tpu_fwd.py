@@ -1,6 +1,6 @@
 """The forward kernel: a block of queries of one head meets the key blocks that the schedule gives it, one per step.
 
-Kept in VMEM between the steps of a row, in lanes as the queries are: the largest logit (base 2), the sum of
+Kept in VMEM between the steps of a row, in lanes as the queries are: the largest logit, the sum of
 exponentials against it, and the output against it.
 """
 
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.common.pallas_tpu import LN_2, LOG2_E, turned
+from ejkernel.kernels.common.pallas_tpu import turned
 from ejkernel.kernels.common.tiles import MASKED
 from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST
-from ejkernel.kernels.softmax.pallas_tpu_tiles import At, Refs, Tiles, all_finite, length_second, scrubbed
+from ejkernel.kernels.softmax.pallas_tpu_tiles import At, Refs, Tiles, finite_entries, length_second, scrubbed
 from ejkernel.ops import Call
 
 _NOWHERE = 2**30
@@ -39,7 +39,7 @@ def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
         at = tiles.here(scalars)
         pl.when(at.has(FIRST))(lambda: _start(tiles, scalars, at, kept))
         tiles.visit(at, lambda masked: _step(tiles, scalars, arrays, kept, at, masked))
-        pl.when(at.has(LAST))(lambda: _finish(outs, kept))
+        pl.when(at.has(LAST))(lambda: _finish(tiles, outs, kept))
 
     done = tiles.launch(softmax_forward, tiles.operands(), outputs, scratch, width=tiles.dims.D + Dv)
     done["out"] = length_second(done["out"])
@@ -50,9 +50,9 @@ def _start(tiles: Tiles, scalars: Any, at: At, kept: Refs) -> None:
     """A head's sinks count once, here."""
     row = kept["top"].shape
     if "sinks" in tiles.call:
-        sink = jnp.full(row, tiles.sink(scalars, at) * LOG2_E, jnp.float32)
+        sink = jnp.full(row, tiles.sink(scalars, at) * (1.0 / tiles.unit), jnp.float32)
         top = jnp.maximum(sink, MASKED)
-        kept["top"][...], kept["total"][...] = top, jnp.exp2(sink - top)
+        kept["top"][...], kept["total"][...] = top, tiles.weights(sink, top)
     else:
         kept["top"][...], kept["total"][...] = jnp.full(row, MASKED, jnp.float32), jnp.zeros(row, jnp.float32)
     kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
@@ -62,10 +62,10 @@ def _start(tiles: Tiles, scalars: Any, at: At, kept: Refs) -> None:
 
 def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: At, masked: bool) -> None:
     value = arrays["value"][...]
-    x, _ = tiles.logits(arrays, arrays["query"][...], arrays["key"][...])
+    x = tiles.logits(arrays, arrays["query"][...], arrays["key"][...])
     if masked:
         # a value that is not finite marks its key: the mask then hides it from all who must not see it
-        fine = all_finite(value).astype(jnp.float32).min(0, keepdims=True)
+        fine = finite_entries(value).astype(jnp.float32).min(0, keepdims=True)
         x = jnp.where(turned(fine) > 0.0, x, jnp.nan)
         x = jnp.where(tiles.seen(arrays, at), x, MASKED)
         value = scrubbed(value)
@@ -78,8 +78,8 @@ def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: At, masked: 
         kept["best"][...] = jnp.where(better, highest, kept["best"][...])
     before = kept["top"][...]
     top = jnp.maximum(before, highest)
-    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: its weights are exp2(MASKED) = 0
-    weights, shrink = jnp.exp2(x - base), jnp.exp2(before - base)
+    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: its weights are exp(MASKED) = 0
+    weights, shrink = tiles.weights(x, base), tiles.weights(before, base)
     kept["top"][...] = top
     kept["total"][...] = kept["total"][...] * shrink + weights.sum(0, keepdims=True)
     if tiles.spec.dropout:
@@ -87,11 +87,11 @@ def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: At, masked: 
     kept["sum"][...] = kept["sum"][...] * shrink + tiles.dot(value, weights.astype(value.dtype), (1, 0))
 
 
-def _finish(outs: Refs, kept: Refs) -> None:
+def _finish(tiles: Tiles, outs: Refs, kept: Refs) -> None:
     total = kept["total"][...]
     some = total != 0.0  # a nan total is not nothing: it must show
     total = jnp.where(some, total, 1.0)
     outs["out"][...] = (kept["sum"][...] / total).astype(outs["out"].dtype)
-    outs["lse"][...] = jnp.where(some, kept["top"][...] * LN_2 + jnp.log(total), -jnp.inf)
+    outs["lse"][...] = jnp.where(some, kept["top"][...] * tiles.unit + jnp.log(total), -jnp.inf)
     if "best_at" in kept:
         outs["argmax"][...] = kept["best_at"][...]

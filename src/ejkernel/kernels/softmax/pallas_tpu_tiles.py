@@ -234,17 +234,31 @@ class Tiles:
             precision = lax.Precision.HIGHEST  # the hardware multiplies bfloat16: float32 takes several passes
         return matmul(a, b, contract, precision)
 
-    def logits(self, refs: Refs, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Logits (block_k, block_q) times log2(e); before that factor too where a soft cap needs them."""
+    @property
+    def plain(self) -> bool:
+        """Whether nothing comes between the scale and the softmax, so that the scale can wait for the exponential."""
+        spec = self.spec
+        return "bias" not in self.call and spec.soft_cap is None and spec.logits_dtype == "float32" and spec.scale > 0
+
+    @property
+    def unit(self) -> float:
+        """What the numbers of `logits` are multiples of."""
+        return self.spec.scale if self.plain else 1.0
+
+    def logits(self, refs: Refs, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Logits (block_k, block_q) before the mask, in units of `unit`."""
         spec = self.spec
         x = self.dot(key, query, (0, 0))
-        if "bias" not in refs and spec.soft_cap is None and spec.logits_dtype == "float32":
-            return x * (spec.scale * LOG2_E), None
+        if self.plain:
+            return x
         x *= spec.scale
         if "bias" in refs:
             x += turned(refs["bias"][...].astype(jnp.float32))
-        x = rounded(capped(x, spec.soft_cap), spec.logits_dtype)
-        return x * LOG2_E, x
+        return rounded(capped(x, spec.soft_cap), spec.logits_dtype)
+
+    def weights(self, x: jax.Array, base: jax.Array) -> jax.Array:
+        """exp(x - base), in units of `unit`; subtracted first, for a product that is fused is not rounded."""
+        return jnp.exp2((x - base) * (self.unit * LOG2_E))
 
     def seen(self, refs: Refs, at: At) -> jax.Array:
         """Which pairs of a tile are visible, (block_k, block_q)."""
@@ -336,16 +350,15 @@ def rounded(x: jax.Array, dtype: str) -> jax.Array:
     return jnp.where(x < 0, -large, large)
 
 
-def all_finite(x: jax.Array) -> jax.Array:
-    """Which entries are finite (a difference that is not zero is nan)."""
+def finite_entries(x: jax.Array) -> jax.Array:
+    """Which entries are finite: of what is not, the difference with itself is nan."""
     wide = x.astype(jnp.float32)
     return wide - wide == 0.0
 
 
 def scrubbed(x: jax.Array) -> jax.Array:
     """x with zeros for what is not finite: 0 * nan is nan, so in a product over rows a hidden one could leak."""
-    wide = x.astype(jnp.float32)
-    return jnp.where(wide - wide == 0.0, wide, 0.0).astype(x.dtype)
+    return jnp.where(finite_entries(x), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
 def divided(x: Any, n: int) -> Any:
