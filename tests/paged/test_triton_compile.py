@@ -53,7 +53,7 @@ def test_decode_streams_the_cache():
     assert not report.problems
     assert len(re.findall(r"cp\.async\.cg", report.ptx)) >= 64
     assert not re.search(r"cp\.async\.ca", report.ptx)
-    assert re.search(r"cp\.async\.wait_group\s+2", report.ptx)
+    assert re.search(r"cp\.async\.wait_group\s+[2-9]", report.ptx)
     # three programs on a multiprocessor
     assert report.registers <= 168 and 3 * (report.shared_bytes + 1024) <= 228 * 1024
 
