@@ -54,8 +54,8 @@ def test_decode_streams_the_cache():
     assert len(re.findall(r"cp\.async\.cg", report.ptx)) >= 64
     assert not re.search(r"cp\.async\.ca", report.ptx)
     assert re.search(r"cp\.async\.wait_group\s+[2-9]", report.ptx)
-    # three programs on a multiprocessor
-    assert report.registers <= 168 and 3 * (report.shared_bytes + 1024) <= 228 * 1024
+    # two programs on a multiprocessor: with four stages as fast as three with three
+    assert report.registers <= 168 and 2 * (report.shared_bytes + 1024) <= 228 * 1024
 
 
 def test_decode_of_8_bits_converts_in_pairs():
