@@ -213,10 +213,11 @@ def roofline(
     length: Annotated[int, typer.Option(min=1)] = 8192,
     width: Annotated[int, typer.Option(min=256, help="heads * head_dim.")] = 2048,
 ) -> None:
-    """Print the milliseconds that softmax attention cannot beat on each TPU, from the tiles its kernels visit."""
-    from ejkernel.cli.roofline import softmax_table
+    """Print the milliseconds that attention cannot beat on each TPU: softmax by the tiles visited, then decoding."""
+    from ejkernel.cli.roofline import paged_table, softmax_table
 
     print(softmax_table(batch, length, width))
+    print(f"\nA decode step over pages, 32 sequences of 4096 keys:\n{paged_table()}")
 
 
 if __name__ == "__main__":

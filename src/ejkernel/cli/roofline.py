@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ejkernel.kernels.common.pallas_tpu import CHIPS, Chip
+from ejkernel.kernels.common.pallas_tpu import CHIPS, MIB, Chip
+from ejkernel.kernels.paged import pallas_tpu as paged_tpu
+from ejkernel.kernels.paged.operations import page_structs
 from ejkernel.kernels.softmax import pallas_tpu
 from ejkernel.kernels.softmax.pallas_tpu_cost import costs
 from ejkernel.kernels.softmax.spec import Band, Spec
@@ -47,4 +49,22 @@ def softmax_table(batch: int = 2, length: int = 8192, width: int = 2048) -> str:
         times = [row.milliseconds[f"softmax_{name}"] for name in ("forward", "dq", "dkv")]
         cells = [row.chip.name, str(row.dim), "causal" if row.causal else "full", ", ".join(tiles)]
         lines.append("| " + " | ".join([*cells, *(f"{time:.2f}" for time in (*times, sum(times)))]) + " |")
+    return "\n".join(lines)
+
+
+def paged_table(batch: int = 32, keys: int = 4096, heads: int = 32, key_heads: int = 8, dim: int = 128) -> str:
+    """Rooflines of a decode step of one layer as Markdown: what is copied, at the bandwidth of each chip.
+
+    >>> paged_table().splitlines()[2]
+    '| v4 | bfloat16 | 1 x 512 | 12.1 | 512.5 | 0.437 |'
+    """
+    lines = ["| chip | cache | tiles | VMEM, MiB | copied, MiB | milliseconds |", "| --- " * 6 + "|"]
+    for (kind, chip), cache in product(CHIPS.items(), ("bfloat16", "int8")):
+        call = page_structs(N=batch, W=keys // 64, L=64, H=heads, Hkv=key_heads, D=dim, cache=cache)
+        call = call.on(Target("tpu", kind, "tpu"))
+        config, copied = paged_tpu.default_config(call), paged_tpu.cost(call).bytes_accessed
+        sizes = (
+            f"{paged_tpu.vmem_bytes(call, config) / MIB:.1f} | {copied / MIB:.1f} | {1e3 * copied / chip.bandwidth:.3f}"
+        )
+        lines.append(f"| {chip.name} | {cache} | {config.block_q} x {config.block_k} | {sizes} |")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 A support table stands between `<!-- support:flash_attention -->` and `<!-- /support -->`. What was measured stands
 between `<!-- benchmark:softmax_cpu -->` and `<!-- /benchmark -->`, from `benchmarks/softmax_cpu.json` where that is.
-Rooflines stand between `<!-- roofline:softmax -->` and `<!-- /roofline -->`.
+Rooflines stand between `<!-- roofline:softmax -->` (or `paged`) and `<!-- /roofline -->`.
 """
 
 import re
@@ -14,7 +14,7 @@ import typer
 
 import ejkernel
 from ejkernel.bench import report
-from ejkernel.cli.roofline import softmax_table
+from ejkernel.cli.roofline import paged_table, softmax_table
 from ejkernel.ops import support_table
 
 FAMILIES = Path(ejkernel.__file__).parent / "kernels"
@@ -47,7 +47,9 @@ def outdated(paths: list[Path], *, write: bool) -> list[Path]:
     for path in paths:
         old = path.read_text()
         new = replace_sections(replace_sections(old, "support", support_table), "benchmark", _measured)
-        new = replace_sections(new, "roofline", lambda family: {"softmax": softmax_table}[family]())
+        new = replace_sections(
+            new, "roofline", lambda family: {"softmax": softmax_table, "paged": paged_table}[family]()
+        )
         if new != old:
             found.append(path)
             if write:

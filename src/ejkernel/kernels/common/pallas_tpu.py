@@ -72,11 +72,13 @@ def launch(
     scratch: dict[str, Any],
     cost: pl.CostEstimate | None = None,
     parallel: int = 0,
+    bounds_checks: bool = True,
 ) -> dict[str, jax.Array]:
     """Run `kernel(scalars, arrays, outputs, scratch)`, each a tuple or dict of refs, over a grid.
 
     Index maps get the grid indices, then the refs of `scalars`, which lie in scalar memory before the grid starts.
     The first `parallel` grid dimensions may be split over the cores of a chip; the last one runs innermost.
+    `bounds_checks` are the compiler's, of every copy that the kernel itself starts.
     """
 
     def body(*refs: Any) -> None:
@@ -101,6 +103,7 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel),
             vmem_limit_bytes=chip_of(target).vmem_budget,
+            disable_bounds_checks=not bounds_checks,
         ),
         # memory starts as nan, and two accesses that nothing orders are reported
         interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if target.interpreted else False,

@@ -19,6 +19,7 @@ from ejkernel.ops import Call, Operation
 
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.paged.xla",
+    "pallas": {"tpu": "ejkernel.kernels.paged.pallas_tpu"},
     "triton": "ejkernel.kernels.paged.triton",
 }
 PREFERENCE = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")}
@@ -50,12 +51,12 @@ def _structs(call_for: Any, *given: Any, **options: Any) -> Call:
 
 def page_structs(
     *, H: int = 8, Hkv: int = 2, D: int = 64, Dv: int | None = None, L: int = 16, dtype: str = "bfloat16",
-    cache: str | None = None, tokens: int = 1, **options: Any,
+    cache: str | None = None, tokens: int = 1, N: int = 4, W: int = 8, **options: Any,
 ) -> Call:  # fmt: skip
     """A call of `page_attention` on shapes alone."""
     struct = jax.ShapeDtypeStruct
-    query, pages = struct((4, tokens, H, D), dtype), [struct((32, L, Hkv, d), cache or dtype) for d in (D, Dv or D)]
-    return _structs(page_call, query, *pages, struct((4,), "int32"), struct((4, 8), "int32"), **options)
+    query, pages = struct((N, tokens, H, D), dtype), [struct((N * W, L, Hkv, d), cache or dtype) for d in (D, Dv or D)]
+    return _structs(page_call, query, *pages, struct((N,), "int32"), struct((N, W), "int32"), **options)
 
 
 def probes() -> dict[str, Call]:

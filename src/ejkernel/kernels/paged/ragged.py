@@ -161,7 +161,7 @@ def _check_rank(name: str, x: Any, rank: int, layout: str) -> None:
 
 
 def _ragged(query: Any, key: Any, value: Any, lengths: Any, starts: Any, block_size: int, mask_value: float) -> Parts:
-    call = ragged_decode_call(query, key, value, starts, lengths, softmax_scale=1.0)
+    call = ragged_decode_call(query, key, value, starts, lengths, softmax_scale=1.0, return_lse=True)
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=whole("block_size", block_size))):
         return _parts(call, run(RAGGED_DECODE_ATTENTION, call), mask_value)
 

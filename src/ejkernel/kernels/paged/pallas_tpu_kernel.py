@@ -1,0 +1,472 @@
+"""The paged kernel for TPUs: one step of the grid is a tile of query tokens of one sequence, and walks over its keys.
+
+A page (tokens, heads, head_dim) is contiguous, so one copy brings the keys of all heads, and no page is read twice for
+a tile. Copies are double buffered: while a block is multiplied the next one arrives, and while a tile's last block is
+multiplied the queries and the first block of the next tile do. Only pages with visible keys are copied.
+
+Of a block, heads are taken in one of two ways (`Rows`): with few query rows all heads meet in one matmul and pairs of
+different heads are hidden, as a block must pass the matrix unit once anyway and rows below its size are free; with many
+rows the block is turned to (heads, tokens, head_dim), once for all rows, and each head is multiplied on its own.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.common.pallas_tpu import SUBLANES
+from ejkernel.kernels.common.tiles import MASKED, capped, matmul
+from ejkernel.kernels.paged.spec import Dimensions, Spec
+
+Refs = dict[str, Any]
+
+HIDDEN = 2**30  # the index of a key that no query sees
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The query rows of a tile.
+
+    Attributes:
+        tokens: query tokens of a tile at most.
+        joined: whether the keys of all heads are one operand, (tokens, heads) rows of it; else each head is its own.
+    """
+
+    tokens: int
+    joined: bool
+    dims: Dimensions
+
+    @property
+    def heads(self) -> int:
+        """Matmuls per block."""
+        return 1 if self.joined else self.dims.Hkv
+
+    @property
+    def count(self) -> int:
+        """Rows of a matmul: (tokens, H) of them, or (tokens, G)."""
+        return self.tokens * self.dims.H // self.heads
+
+
+class Block(NamedTuple):
+    """Where a block of keys lies."""
+
+    slot: Any  # of its first page in the table
+    offset: Any  # of its first key in that page
+    base: Any  # index of its first key in the sequence
+    low: Any  # keys from here on belong to it: the last part of a page may reach into the one before
+    high: Any
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A sequence's keys in blocks: several whole pages, or a part of one.
+
+    Attributes:
+        page: tokens of a page.
+        part: tokens of one copy.
+        pieces: copies of a block; more than one only of whole pages.
+    """
+
+    page: int
+    part: int
+    pieces: int
+
+    @property
+    def size(self) -> int:
+        return self.part * self.pieces
+
+    @property
+    def per_page(self) -> int:
+        return -(-self.page // self.part)
+
+    def index(self, key: Any) -> Any:
+        """The block that holds a key."""
+        if self.per_page == 1:
+            return divided(key, self.size)
+        page = divided(key, self.page)
+        return page * self.per_page + divided(key - page * self.page, self.part)
+
+    def at(self, j: Any) -> Block:
+        if self.per_page == 1:
+            return Block(j * self.pieces, 0, j * self.size, j * self.size, (j + 1) * self.size)
+        slot = divided(j, self.per_page)
+        first, low = slot * self.page, (j - slot * self.per_page) * self.part
+        # a last part that a page has not in full starts earlier instead
+        offset = low if self.page % self.part == 0 else jnp.minimum(low, self.page - self.part)
+        high = first + jnp.minimum(low + self.part, self.page)
+        return Block(slot, offset, first + offset, first + low, high)
+
+
+class Online(NamedTuple):
+    """The running softmax of the rows of one matmul."""
+
+    top: jax.Array  # (rows, 1) largest logit so far
+    total: jax.Array  # (rows, 1) sum of exponentials against it
+    acc: jax.Array  # (rows, Dv) weighted values against it
+
+
+class Tile(NamedTuple):
+    """Query tokens of one sequence, as scalars."""
+
+    sequence: Any
+    token: Any  # its first row in the query
+    count: Any
+    position: Any  # of that token in the sequence
+    low: Any  # keys that any of them sees: from low to high
+    high: Any
+    first: Any  # block
+    steps: Any
+    split: Any  # which share of the keys it has
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """What is static about a launch.
+
+    Attributes:
+        rows: how tiles are multiplied, in order of their tokens; a tile is for the first that has enough.
+        heads_first: whether pages are (heads, tokens, head_dim).
+        paired: whether keys and values are rows of one array by turns.
+        batched: for each array of pages, whether every row of the batch axis has its own.
+        scaled: whether each query row has its own scale, factor of the values, and sink.
+        dtype: of the operands of the matmuls.
+        tiles: how many there are, each in `splits` shares of its keys.
+        cores: that take them by turns.
+    """
+
+    spec: Spec
+    dims: Dimensions
+    rows: tuple[Rows, ...]
+    blocks: Blocks
+    heads_first: bool
+    paired: bool
+    batched: tuple[bool, ...]
+    scaled: bool
+    cache: Any
+    dtype: Any
+    tiles: int
+    splits: int
+    cores: int
+
+    @property
+    def precision(self) -> Any:
+        # the hardware multiplies bfloat16: float32 takes several passes
+        return lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+
+    @property
+    def out_dtype(self) -> Any:
+        return self.spec.out_dtype or (jnp.float32 if self.splits > 1 else self.dtype)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows[-1].tokens
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """head_dim of each array of pages."""
+        return (self.dims.D,) if self.paired else (self.dims.D, self.dims.Dv)
+
+    def buffers(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of everything in VMEM that lives as long as the kernel."""
+        dims, blocks, f32 = self.dims, self.blocks, jnp.float32
+        heads = dims.Hkv * (2 if self.paired else 1)
+        page = (heads, blocks.part) if self.heads_first else (blocks.part, heads)
+        found: dict[str, tuple[tuple[int, ...], Any]] = {
+            "query": ((2, self.tokens, dims.H, dims.D), self.dtype),
+            "out": ((self.tokens, dims.H, dims.Dv), self.out_dtype),
+        }
+        if "stats" in self.written:
+            found["stats"] = ((self.tokens, dims.H, 2), f32)
+        for i, width in enumerate(self.widths):
+            found[f"pages {i}"] = ((2, blocks.pieces, *page, width), self.cache)
+        for i, rows in enumerate(self.rows):
+            found[f"rows {i}"] = ((rows.heads, rows.count, dims.D), self.dtype)
+            found[f"acc {i}"] = ((rows.heads, rows.count, dims.Dv), f32)
+            found[f"top {i}"] = ((rows.heads, rows.count, 1), f32)
+            found[f"total {i}"] = ((rows.heads, rows.count, 1), f32)
+        if not self.heads_first and not all(rows.joined for rows in self.rows):
+            for i, width in enumerate(self.widths):
+                found[f"turned {i}"] = ((heads, blocks.size, width), self.dtype)
+        return found
+
+    def scratch(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: pltpu.VMEM(*buffer) for name, buffer in self.buffers().items()}
+        copies = {"of pages": pltpu.SemaphoreType.DMA((2,)), "of query": pltpu.SemaphoreType.DMA((2,))}
+        # which buffer the next block is in, and how many tokens of output are on their way
+        return found | copies | {"of out": pltpu.SemaphoreType.DMA, "state": pltpu.SMEM((2,), jnp.int32)}
+
+    # One step of the grid ------------------------------------------------------------------------------------
+
+    def paged_attention(self, scalars: Refs, arrays: Refs, outputs: Refs, scratch: Refs) -> None:
+        refs = {**{f"{name} scalar": ref for name, ref in scalars.items()}, **scratch}
+        refs |= {f"{name} input": ref for name, ref in arrays.items()}
+        refs |= {f"{name} output": ref for name, ref in outputs.items()}
+        core, i = pl.program_id(0), pl.program_id(1)
+        here, following = (self.tile(refs, (i + ahead) * self.cores + core) for ahead in (0, 1))
+
+        @pl.when(i == 0)
+        def _():
+            refs["state"][0] = 0
+            refs["state"][1] = 0
+            self.fetch_tile(refs, here, 0, 0)
+
+        fewer = 0
+        for v, rows in enumerate(self.rows):
+            mine = (fewer < here.count) & (here.count <= rows.tokens)
+            pl.when(mine)(partial(self.walk, refs, v, rows, here, following, i))
+            fewer = rows.tokens
+        # the chain of copies goes on where there is nothing to do
+        pl.when(here.count == 0)(lambda: self.fetch_tile(refs, following, 1 - i % 2, refs["state"][0]))
+
+        pl.when(i == pl.num_programs(1) - 1)(lambda: self.wait_outputs(refs))
+
+    def walk(self, refs: Refs, v: int, rows: Rows, here: Tile, following: Tile, i: Any) -> None:
+        """All keys of a tile: `v` says which of the scratch arrays are those of `rows`."""
+        self.copy_query(refs, here, i % 2, "wait")
+        self.begin(refs, v, rows, here, i % 2)
+        slot = refs["state"][0]
+        next_tile = partial(self.fetch_tile, refs, following, 1 - i % 2)
+
+        def step(s: Any, slot: Any) -> Any:
+            j = here.first + s
+            pl.when(s + 1 < here.steps)(lambda: self.copy_block(refs, here, j + 1, 1 - slot, "start"))
+            pl.when(s + 1 == here.steps)(lambda: next_tile(1 - slot))
+            self.copy_block(refs, here, j, slot, "wait")
+            self.attend_block(refs, v, rows, here, j, slot)
+            return 1 - slot
+
+        slot = lax.fori_loop(0, here.steps, step, slot)
+        pl.when(here.steps == 0)(lambda: next_tile(slot))
+        refs["state"][0] = slot
+        self.finish(refs, v, rows, here)
+
+    def tile(self, refs: Refs, index: Any) -> Tile:
+        """The tile (and share of its keys) of that number; past the last one it has no tokens."""
+        spec, S = self.spec, self.dims.S
+        exists, number = index < self.tiles * self.splits, index
+        index = jnp.minimum(divided(number, self.splits), self.tiles - 1)
+        n, count = refs["sequence scalar"][index], jnp.where(exists, refs["count scalar"][index], 0)
+        length = jnp.clip(refs["context_lens scalar"][n], 0, S)
+        position = length + refs["ahead scalar"][index]
+        low = jnp.clip(refs["starts scalar"][n], 0, S) if "starts scalar" in refs else jnp.int32(0)
+        high = length
+        if spec.causal:
+            high = jnp.minimum(high, position + count)
+        if spec.causal and spec.window is not None:
+            low = jnp.maximum(low, position - spec.window)
+        first = self.blocks.index(low)
+        some = (count > 0) & (low < high)
+        steps = jnp.where(some, self.blocks.index(jnp.maximum(high, 1) - 1) - first + 1, 0)
+        share, split = divided(steps + self.splits - 1, self.splits), number - index * self.splits
+        steps = jnp.clip(steps - split * share, 0, share)
+        return Tile(n, refs["token scalar"][index], count, position, low, high, first + split * share, steps, split)
+
+    # Copies --------------------------------------------------------------------------------------------------
+
+    def fetch_tile(self, refs: Refs, tile: Tile, query_slot: Any, slot: Any) -> None:
+        """Start the copies of a tile's queries and of its first block."""
+        self.copy_query(refs, tile, query_slot, "start")
+        pl.when(tile.steps > 0)(lambda: self.copy_block(refs, tile, tile.first, slot, "start"))
+
+    def copy_query(self, refs: Refs, tile: Tile, slot: Any, act: str) -> None:
+        source, target, semaphore = refs["query input"], refs["query"], refs["of query"].at[slot]
+
+        @pl.loop(0, tile.count)
+        def _(t):
+            getattr(pltpu.make_async_copy(source.at[tile.token + t], target.at[slot, t], semaphore), act)()
+
+    def copy_block(self, refs: Refs, tile: Tile, j: Any, slot: Any, act: str) -> None:
+        """Start or await the copies of what is visible of a block."""
+        blocks, dims, block = self.blocks, self.dims, self.blocks.at(j)
+        row = divided(tile.sequence, dims.N)
+
+        def piece(p: Any) -> None:
+            page = tile.sequence - row * dims.N
+            if "block_tables scalar" in refs:
+                page = refs["block_tables scalar"][tile.sequence * dims.W + block.slot + p]
+                page = jnp.clip(page, 0, dims.P - 1)
+            for i, own in enumerate(self.batched):
+                source = refs[f"pages {i} input"].at[page + row * dims.P if own else page]
+                if blocks.per_page > 1:
+                    tokens = pl.ds(block.offset, blocks.part)
+                    source = source.at[:, tokens] if self.heads_first else source.at[tokens]
+                target = refs[f"pages {i}"].at[slot, p]
+                getattr(pltpu.make_async_copy(source, target, refs["of pages"].at[slot]), act)()
+
+        if blocks.pieces == 1:
+            piece(0)
+            return
+        first = divided(jnp.maximum(tile.low - block.base, 0), blocks.part)
+        last = divided(jnp.minimum(tile.high - block.base, blocks.size) + blocks.part - 1, blocks.part)
+        pl.loop(first, last)(piece)
+
+    def copy_outputs(self, refs: Refs, tile: Tile) -> None:
+        refs["state"][1] = tile.count
+        row = tile.token + tile.split * (self.dims.B * self.dims.T)
+        for name in self.written:
+
+            @pl.loop(0, tile.count)
+            def _(t, name=name):
+                target = refs[f"{name} output"].at[row + t]
+                pltpu.make_async_copy(refs[name].at[t], target, refs["of out"]).start()
+
+    def wait_outputs(self, refs: Refs) -> None:
+        for name in self.written:
+
+            @pl.loop(0, refs["state"][1])
+            def _(t, name=name):
+                pltpu.make_async_copy(refs[name].at[0], refs[f"{name} output"].at[0], refs["of out"]).wait()
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The outputs; lse and top only where asked for, or where parts are merged by them."""
+        parts = self.splits > 1 or self.spec.out_dtype is not None
+        return ("out", "stats") if self.spec.with_lse or parts else ("out",)
+
+    # Computation ---------------------------------------------------------------------------------------------
+
+    def begin(self, refs: Refs, v: int, rows: Rows, here: Tile, query_slot: Any) -> None:
+        """The queries as rows, and an empty state: with sinks, they are what it has seen."""
+        G, D = self.dims.G, self.dims.D
+        for h in range(rows.heads):
+            mine = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
+            # in float32: two rows of bfloat16 share a word, and may not be of the same head
+            query = refs["query"][query_slot, : rows.tokens, mine, :].astype(jnp.float32)
+            refs[f"rows {v}"][h] = query.reshape(rows.count, D).astype(self.dtype)
+        refs[f"acc {v}"][...] = jnp.zeros_like(refs[f"acc {v}"])
+        refs[f"top {v}"][...] = jnp.full_like(refs[f"top {v}"], MASKED)
+        refs[f"total {v}"][...] = jnp.zeros_like(refs[f"total {v}"])
+        if not self.scaled:
+            return
+
+        @pl.when((here.sequence < self.dims.B * self.dims.N) & (here.split == 0))
+        def _():
+            sinks = refs[f"by row {v} input"][:, :, 2:3]
+            top = jnp.maximum(sinks, MASKED)
+            refs[f"top {v}"][...] = top
+            refs[f"total {v}"][...] = jnp.exp(sinks - top)
+
+    def attend_block(self, refs: Refs, v: int, rows: Rows, here: Tile, j: Any, slot: Any) -> None:
+        """Absorb a block."""
+        block = self.blocks.at(j)
+        if not rows.joined and not self.heads_first:
+            for i, width in enumerate(self.widths):
+                tokens = refs[f"pages {i}"][slot].astype(self.dtype).reshape(self.blocks.size, -1, width)
+                refs[f"turned {i}"][...] = jnp.swapaxes(tokens, 0, 1)
+
+        def head(h: Any) -> None:
+            key, value = self.operands(refs, rows, h, slot)
+            self.attend(refs, v, h, key, value, self.seen(rows, here, block), rows.joined and self.paired)
+
+        if rows.heads == 1:
+            head(0)
+        else:
+            pl.loop(0, rows.heads)(head)
+
+    def seen(self, rows: Rows, here: Tile, block: Block) -> jax.Array:
+        """Which pairs of rows and columns are visible. Of joined columns only those of keys, of the row's head."""
+        spec, each = self.spec, rows.count // rows.tokens
+        column, row = iota((1, self.blocks.size * self.columns_per_key(rows)), 1), iota((rows.count, 1), 0)
+        token, of_row = small_divided(column, self.columns_per_key(rows)), small_divided(row, each)
+        key, position = block.base + token, here.position + of_row
+        visible = (jnp.maximum(here.low, block.low) <= key) & (key < jnp.minimum(here.high, block.high))
+        by_row = spec.causal and rows.tokens > 1
+        if rows.joined:
+            head = jnp.where(visible, column - token * self.columns_per_key(rows), -1)
+            seen = head == small_divided(row - of_row * each, self.dims.G) * (2 if self.paired else 1)
+            seen = seen & (key <= position) if by_row else seen
+        else:
+            seen = jnp.where(visible, key, HIDDEN) <= (position if by_row else jnp.full_like(position, HIDDEN - 1))
+        return seen & (key >= position - spec.window) if by_row and spec.window is not None else seen
+
+    def columns_per_key(self, rows: Rows) -> int:
+        """Joined columns are the rows of a page: (keys, heads), with a value behind each key where they are paired."""
+        return self.dims.Hkv * (2 if self.paired else 1) if rows.joined else 1
+
+    def operands(self, refs: Refs, rows: Rows, h: Any, slot: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a head (or of all) in a block."""
+        if rows.joined:
+            found = [refs[f"pages {i}"][slot].astype(self.dtype).reshape(-1, w) for i, w in enumerate(self.widths)]
+            return found[0], found[-1]
+        names = [(0, 2 * h), (0, 2 * h + 1)] if self.paired else [(0, h), (1, h)]
+        if not self.heads_first:
+            key, value = (refs[f"turned {i}"][row] for i, row in names)
+            return key, value
+        shapes = [(self.blocks.size, self.widths[i]) for i, _ in names]
+        key, value = (refs[f"pages {i}"][slot, :, row].astype(self.dtype) for i, row in names)
+        return key.reshape(shapes[0]), value.reshape(shapes[1])
+
+    def attend(
+        self, refs: Refs, v: int, h: Any, key: jax.Array, value: jax.Array, seen: jax.Array, shift: bool
+    ) -> None:
+        """One step of online softmax; with `shift`, the value of each key is in the next row."""
+        old = Online(*(refs[f"{name} {v}"][h] for name in Online._fields))
+        scale = refs[f"by row {v} input"][h, :, 0:1] if self.scaled else self.spec.scale
+        logits = capped(matmul(refs[f"rows {v}"][h], key, (1, 1), self.precision) * scale, self.spec.soft_cap)
+
+        def absorb(logits: jax.Array, value: jax.Array) -> Online:
+            logits = jnp.where(seen, logits, MASKED)
+            top = jnp.maximum(old.top, logits.max(1, keepdims=True))
+            base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing: its weights are exp(MASKED) = 0
+            weights, shrink = jnp.exp(logits - base), jnp.exp(old.top - base)
+            moved = pltpu.roll(weights, 1, 1) if shift else weights  # from the columns of keys to those of values
+            product = matmul(moved.astype(self.dtype), value, (1, 0), self.precision)
+            return Online(top, old.total * shrink + weights.sum(1, keepdims=True), old.acc * shrink + product)
+
+        def keep(new: Online) -> None:
+            for name, x in new._asdict().items():
+                refs[f"{name} {v}"][h] = x
+
+        new = absorb(logits, value)
+        keep(new)
+        if not jnp.issubdtype(self.cache, jnp.floating):
+            return
+
+        # 0 * nan is nan: if there is one, again with finite values, and what was not finite shows in the logits
+        @pl.when(jnp.sum(new.acc - new.acc) != 0.0)
+        def _():
+            wide = value.astype(jnp.float32)
+            wrong = jnp.where(wide - wide == 0.0, 0.0, 1.0)
+            counts = matmul(jnp.ones((SUBLANES, wide.shape[1]), jnp.float32), wrong, (1, 1))
+            counts = (pltpu.roll(counts, counts.shape[1] - 1, 1) if shift else counts)[:1]
+            clean = jnp.where(wrong == 0.0, wide, 0.0).astype(value.dtype)
+            keep(absorb(jnp.where(counts > 0.0, jnp.nan, logits), clean))
+
+    def finish(self, refs: Refs, v: int, rows: Rows, here: Tile) -> None:
+        """Normalised rows, and the copies that bring them out."""
+        G = self.dims.G
+        self.wait_outputs(refs)
+        for h in range(rows.heads):
+            mine = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
+            top, total = refs[f"top {v}"][h], refs[f"total {v}"][h]
+            some = total != 0.0  # a nan total is not nothing: it must show
+            total = jnp.where(some, total, 1.0)
+            out = refs[f"acc {v}"][h] / total
+            if self.scaled:
+                out *= refs[f"by row {v} input"][h, :, 1:2]
+            refs["out"][: rows.tokens, mine, :] = out.reshape(rows.tokens, -1, out.shape[1]).astype(self.out_dtype)
+            if "stats" in self.written:
+                lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+                top = jnp.where(some, top + (total - total), -jnp.inf)
+                first = iota((rows.count, 2), 1) == 0
+                refs["stats"][: rows.tokens, mine, :] = jnp.where(first, lse, top).reshape(rows.tokens, -1, 2)
+        self.copy_outputs(refs, here)
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def divided(x: Any, n: int) -> Any:
+    """Of a scalar that is not negative."""
+    return x if n == 1 else lax.div(x, jnp.int32(n))
+
+
+def small_divided(x: jax.Array, n: int) -> jax.Array:
+    """Of a tile of indices: exact below 2^20, and cheaper than the integers' own."""
+    return x if n == 1 else ((x.astype(jnp.float32) + 0.5) * (1.0 / n)).astype(jnp.int32)
