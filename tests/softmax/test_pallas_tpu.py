@@ -107,6 +107,9 @@ MASKS = {
     "pattern": {
         "mask_info": MaskInfo.from_block_pattern(BlockPattern.local_stride(4, 4, 1, 2, block_size=16), q_len=64)
     },
+    "pattern-for-all-heads": {
+        "mask_info": MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(4, 1, block_size=16), q_len=64)
+    },
 }
 
 
@@ -131,18 +134,22 @@ def test_the_grid_visits_what_the_schedule_says(mask, side):
     call = canonicalise(q, k, k, **options)
     G = 2 if side == "k" else 1
     steps, schedule = flatten(call, 32, 16, side, G), plan(call, 32, 16, side)
-    rows, words = np.asarray(steps.rows), np.asarray(steps.columns)
     blocks = (T // 32) if side == "q" else ((S or T) // 16)
     for b in range(2):
         for h in range(4 // G):
-            at = ((b if steps.batches > 1 else 0) * steps.heads + (h if steps.heads > 1 else 0)) * steps.length
-            mine = [(int(rows[at + s]), int(words[at + s])) for s in range(int(steps.number))]
-            for row in range(blocks * G):
-                own = [word for r, word in mine if r == row and word & (FIRST | LAST | VISIT)]
-                visited = [(word >> 4, bool(word & MASKED)) for word in own if word & VISIT]
-                assert visited == listed(schedule, b, h * G + row % G, row // G)
-            starts = [r // G for r, word in mine if word & FIRST]
-            assert starts == [r // G for r, word in mine if word & LAST] == list(range(blocks))
+            done = np.arange(int(steps.number))
+            found = (*steps.row(steps.scalars, b, h, done), *steps.column(steps.scalars, b, h, done))
+            mine = list(zip(*(np.broadcast_to(x, done.shape).tolist() for x in found), strict=True))
+            for row, member in np.ndindex(blocks, G):
+                own = [(j, word) for r, g, j, word in mine if (r, g) == (row, member) and word & VISIT]
+                assert [(j, bool(word & MASKED)) for j, word in own] == listed(schedule, b, h * G + member, row)
+            starts = [r for r, _, _, word in mine if word & FIRST]
+            assert starts == [r for r, _, _, word in mine if word & LAST] == list(range(blocks))
+
+
+@pytest.mark.parametrize("chip", TARGETS)
+def test_long_contexts_with_grouped_heads_fit(chip):
+    assert pallas_tpu.unsupported(call_of(chip, B=1, T=2**17, H=8, Hkv=1, causal=True)) == []
 
 
 def test_a_static_grid_has_no_idle_step():

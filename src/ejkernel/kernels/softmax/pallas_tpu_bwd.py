@@ -15,13 +15,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.common.pallas_tpu import turned
 from ejkernel.kernels.common.tiles import uncapped_gradient
-from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST, statuses
+from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST, divided, statuses
 from ejkernel.kernels.softmax.pallas_tpu_tiles import (
     At,
     Operand,
     Refs,
     Tiles,
-    divided,
     length_last,
     length_second,
     scrubbed,

@@ -1,7 +1,8 @@
 """The block schedule as a TPU grid: one step per visited tile, and no step for any other.
 
 A TPU runs a grid one step after another, so the schedule is laid out flat: step s works on tile (row, column). The
-rows are query blocks (forward, dq), or pairs of a key block and one of the query heads that share it (dk and dv).
+rows are query blocks (forward, dq), or key blocks, each of whose tiles is done for every query head that shares it (dk
+and dv); where the schedule differs between those heads, a row is a pair of a key block and a head.
 Every row has at least one step, for something must write its zeros.
 """
 
@@ -10,12 +11,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.kernels.softmax.schedule import Lists, Ranges, Schedule, Side, plan
 from ejkernel.ops import Call
 
 FIRST, LAST, VISIT, MASKED = 1, 2, 4, 8
 _FLAG_BITS = 4
+
+
+def divided(x: Any, n: int) -> Any:
+    """x // n, for x that is not negative."""
+    return x if n == 1 else lax.div(x, jnp.int32(n))
+
+
+def remainder(x: Any, n: int) -> Any:
+    """x % n, for x that is not negative."""
+    return 0 if n == 1 else lax.rem(x, jnp.int32(n))
 
 
 class Steps(NamedTuple):
@@ -30,6 +42,8 @@ class Steps(NamedTuple):
     heads: int
     length: int  # room for steps of one (batch, head)
     number: Any  # steps of the grid: an int, or an array when it depends on values
+    group: int  # query heads that share a row's key block
+    repeats: int  # how often the grid does each step, once for each head: `group`, or 1 where heads have own rows
     masked: bool  # whether a step may need the element mask, and whether one may do without
     unmasked: bool
 
@@ -43,22 +57,31 @@ class Steps(NamedTuple):
 
     def _place(self, b: Any, h: Any, s: Any) -> Any:
         first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
-        return first * self.length + s
+        return first * self.length + divided(s, self.repeats)
 
-    def row(self, scalars: Any, b: Any, h: Any, s: Any) -> Any:
-        """The row of a step, from the refs of `rows` and `columns`."""
-        return scalars[0][self._place(b, h, s)]
+    def row(self, scalars: Any, b: Any, h: Any, s: Any) -> tuple[Any, Any]:
+        """The row of a step of the grid, from the refs of `rows` and `columns`, and which head of the group it is."""
+        row = scalars[0][self._place(b, h, s)]
+        if self.repeats > 1:
+            return row, remainder(s, self.repeats)
+        return divided(row, self.group), remainder(row, self.group)
 
     def column(self, scalars: Any, b: Any, h: Any, s: Any) -> tuple[Any, Any]:
-        """The column of a step, and its flags."""
+        """The column of a step of the grid, and its flags."""
         word = scalars[1][self._place(b, h, s)]
-        return word >> _FLAG_BITS, word
+        column = word >> _FLAG_BITS
+        if self.repeats > 1:
+            head = remainder(s, self.repeats)
+            word &= jnp.where(head == 0, -1, ~FIRST) & jnp.where(head == self.repeats - 1, -1, ~LAST)
+        return column, word
 
 
 def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) -> Steps:
-    """The steps of a call; with `group`, every row is one of `group` query heads that share a key block."""
+    """The steps of a call; with `group`, every tile is done for as many query heads that share a key block."""
     schedule = plan(call, block_q, block_k, side)
-    table, index = _tables(schedule, group)
+    repeats = group if schedule[0].shape[1] == 1 else 1
+    own = group // repeats  # rows that a block has
+    table, index = _tables(schedule, own)
     blocks = -(-call["key"].shape[1] // block_k) if side == "q" else -(-call["query"].shape[1] // block_q)
     numpy = isinstance(table, np.ndarray)
     if isinstance(schedule, Ranges):
@@ -69,7 +92,7 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
     xp = np if numpy else jnp
     counts = xp.maximum(total, 1)
     ends = xp.cumsum(counts, axis=-1)
-    length = int(ends.max()) if numpy else _room(call, block_q, block_k, side, group, R * blocks)
+    length = int(ends.max()) if numpy else _room(call, block_q, block_k, side, own, R * blocks)
     s = xp.arange(length, dtype=np.int32)
     row = _rows(ends, length, xp)
 
@@ -80,13 +103,13 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
     n = xp.where(real, s - of_row(ends - counts), of_row(counts) - 1)  # steps past the end stay where the last was
     column = xp.clip(_columns(table, index, row, n, xp), 0, blocks - 1)  # an empty range may lie outside
     flags = (
-        FIRST * ((n == 0) & (row % group == 0))
-        + LAST * ((n == of_row(counts) - 1) & (row % group == group - 1))
+        FIRST * ((n == 0) & (row % own == 0))
+        + LAST * ((n == of_row(counts) - 1) & (row % own == own - 1))
         + VISIT * (n < of_row(total))
         + MASKED * (n >= of_row(unmasked))
     )
     word = (column << _FLAG_BITS) + xp.where(real, flags, 0)
-    number = length if numpy else ends[..., -1].max().astype(jnp.int32)
+    number = repeats * (length if numpy else ends[..., -1].max().astype(jnp.int32))
     return Steps(
         jnp.asarray(row.reshape(-1), jnp.int32),
         jnp.asarray(word.reshape(-1), jnp.int32),
@@ -94,6 +117,8 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
         heads,
         length,
         number,
+        group,
+        repeats,
         masked=bool((total > unmasked).any()) if numpy else True,
         unmasked=bool((unmasked > 0).any()) if numpy else True,
     )
@@ -117,10 +142,6 @@ def _tables(schedule: Schedule, group: int) -> tuple[Any, Any]:
 
     def grouped(x: Any) -> Any:
         Bs, Hs, n, m = x.shape
-        if group == 1:
-            return x
-        if Hs == 1:
-            return x.repeat(group, axis=2)
         return x.reshape(Bs, Hs // group, group, n, m).swapaxes(2, 3).reshape(Bs, Hs // group, n * group, m)
 
     if isinstance(schedule, Lists):
@@ -140,12 +161,12 @@ def _columns(table: Any, index: Any, row: Any, n: Any, xp: Any) -> Any:
     return xp.where(n < full, full_lo + n, after)
 
 
-def _room(call: Call, block_q: int, block_k: int, side: Side, group: int, most: int) -> int:
+def _room(call: Call, block_q: int, block_k: int, side: Side, own: int, most: int) -> int:
     """The most steps of a schedule that is known on the device only: those of its static part, or all tiles."""
     if "q_positions" in call:
         return most
     kept = {name: call[name] for name in ("query", "key", "value")}
-    return flatten(Call(call.spec, kept), block_q, block_k, side, group).length
+    return own * flatten(Call(call.spec, kept), block_q, block_k, side).length
 
 
 class Statuses(NamedTuple):

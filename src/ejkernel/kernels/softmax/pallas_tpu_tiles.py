@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, turned
 from ejkernel.kernels.common.tiles import capped, matmul
-from ejkernel.kernels.softmax.pallas_tpu_steps import MASKED, VISIT, flatten
+from ejkernel.kernels.softmax.pallas_tpu_steps import MASKED, VISIT, divided, flatten
 from ejkernel.kernels.softmax.schedule import Side
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
@@ -54,7 +54,7 @@ class At:
         return self.index[0]
 
     @cached_property
-    def _row(self) -> Any:
+    def _row(self) -> tuple[Any, Any]:
         return self.tiles.steps.row(self.scalars, *self.index)
 
     @cached_property
@@ -68,8 +68,7 @@ class At:
     @cached_property
     def h(self) -> Any:
         """The query head."""
-        G = self.tiles.dims.G
-        return self.index[1] if self._owns_queries else self.index[1] * G + _rem(self._row, G)
+        return self.index[1] if self._owns_queries else self.index[1] * self.tiles.dims.G + self._row[1]
 
     @cached_property
     def kv(self) -> Any:
@@ -79,12 +78,12 @@ class At:
     @cached_property
     def i(self) -> Any:
         """The query block."""
-        return self._row if self._owns_queries else self._column[0]
+        return self._row[0] if self._owns_queries else self._column[0]
 
     @cached_property
     def j(self) -> Any:
         """The key block."""
-        return self._column[0] if self._owns_queries else divided(self._row, self.tiles.dims.G)
+        return self._column[0] if self._owns_queries else self._row[0]
 
     @cached_property
     def flags(self) -> Any:
@@ -125,7 +124,7 @@ class Tiles:
     @property
     def visits(self) -> int:
         """Tiles that the kernel visits; the most there can be, where values decide."""
-        return self.grid[0] * self.grid[1] * self.steps.length
+        return self.grid[0] * self.grid[1] * self.steps.length * self.steps.repeats
 
     def scalars(self) -> list[jax.Array]:
         """What lies in scalar memory: the steps, then sinks and dropout seeds where there are any."""
@@ -361,16 +360,8 @@ def scrubbed(x: jax.Array) -> jax.Array:
     return jnp.where(finite_entries(x), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
-def divided(x: Any, n: int) -> Any:
-    return x if n == 1 else lax.div(x, jnp.int32(n))
-
-
 def _floordivided(x: jax.Array, n: int) -> jax.Array:
     return lax.div(jnp.where(x < 0, x - (n - 1), x), jnp.int32(n))
-
-
-def _rem(x: Any, n: int) -> Any:
-    return 0 if n == 1 else lax.rem(x, jnp.int32(n))
 
 
 def _touched(length: int, block: int, cell: int) -> np.ndarray:
