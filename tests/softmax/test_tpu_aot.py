@@ -111,3 +111,33 @@ def test_fits_and_moves_nothing_big(chip, case, mesh_of):
 @pytest.mark.parametrize("case", ONE_CHIP)
 def test_other_options_compile(case, mesh_of):
     check(mesh_of("v5e"), ONE_CHIP[case])
+
+
+def test_a_bare_call_moves_nothing_big_where_lanes_are_lengths(mesh_of):
+    """XLA lays out an argument whose last dimension does not fill lanes as the kernels want it."""
+    mesh = mesh_of("v5e")
+    sharding = NamedSharding(mesh, PartitionSpec())
+    q, k = (jax.ShapeDtypeStruct((2, 2048, heads, 64), "bfloat16", sharding=sharding) for heads in (8, 2))
+    text = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, mesh=mesh)).lower(q, k, k).compile().as_text()
+    assert kernels(text) == ["softmax_forward"]
+    assert moved(text, {q.size, k.size}) == []
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["in_specs", "a user's own shard_map"])
+def test_four_chips_do_not_talk(checked, tpu_devices):
+    mesh = Mesh(np.array(tpu_devices("v5e:2x2")).reshape(2, 2), ("b", "h"))
+    spec = PartitionSpec("b", None, "h")
+    q = jax.ShapeDtypeStruct((4, 512, 4, 128), "bfloat16", sharding=NamedSharding(mesh, spec))
+
+    def attend(q, k, v):
+        if not checked:
+            return flash_attention(q, k, v, causal=True, mesh=mesh, in_specs=(spec,) * 3)
+        own = jax.shard_map(
+            lambda *x: flash_attention(*x, causal=True, mesh=mesh), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
+        )
+        return own(q, k, v)
+
+    step = jax.jit(lambda *x: jax.vjp(attend, *x)[1](x[0]))
+    text = step.lower(q, q, q).compile().as_text()
+    assert kernels(text) == ["softmax_dkv", "softmax_dq", "softmax_forward"]
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)

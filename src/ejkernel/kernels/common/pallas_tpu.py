@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.ops import Target
+from ejkernel.ops.sharding import varying_like
 
 LANES = 128
 SUBLANES = 8
@@ -90,6 +91,9 @@ def launch(
             {name: next(given) for name in scratch},
         )
 
+    inputs = [*scalars, *(x for x, _ in arrays.values())]
+    inputs = varying_like(inputs, inputs)
+    axes = jax.typeof(inputs[0]).manual_axis_type  # inside a checked shard_map, outputs vary as inputs do
     results = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -99,7 +103,7 @@ def launch(
             out_specs=[spec for _, spec in outputs.values()],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=[struct for struct, _ in outputs.values()],
+        out_shape=[struct.update(manual_axis_type=axes) for struct, _ in outputs.values()],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel),
             vmem_limit_bytes=chip_of(target).vmem_budget,
@@ -109,7 +113,7 @@ def launch(
         interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if target.interpreted else False,
         cost_estimate=cost,
         name=getattr(kernel, "__name__", None),
-    )(*scalars, *(x for x, _ in arrays.values()))
+    )(*inputs)
     return dict(zip(outputs, results, strict=True))
 
 
