@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.modules import flash_attention
-from ejkernel.types import MaskInfo
+from ejkernel.types import BlockPattern, MaskInfo
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -23,13 +23,14 @@ CASES = {
     "D192-odd-lengths": {"D": 192, "T": 1001, "S": 777, "causal": True},
     "D128-float32-sinks-soft-cap": {"D": 128, "dtype": "float32", "T": 1024, "sinks": True, "logits_soft_cap": 20.0},
     "D128-segments": {"D": 128, "segments": True, "causal": True},
+    "D64-pattern": {"D": 64, "H": 8, "Hkv": 2, "pattern": 64, "causal": True},
     "D128-bias": {"D": 128, "T": 1024, "bias": True},
 }
 ONE_CHIP = {
     "D64-float16": {"D": 64, "T": 1024, "dtype": "float16", "causal": True},
     "D40-Dv24-float32": {"D": 40, "Dv": 24, "T": 300, "dtype": "float32"},
     "D128-dropout": {"D": 128, "T": 1024, "dropout_prob": 0.1, "dropout_seed": 0},
-    "D128-unnormalised-logits-float16": {"D": 128, "T": 1024, "normalize_output": False, "logits_dtype": "float16"},
+    "D128-logits-float16": {"D": 128, "T": 1024, "logits_dtype": "float16"},
 }
 
 
@@ -44,7 +45,8 @@ class Program:
     def __init__(self, mesh, D, T=2048, S=None, H=4, Hkv=2, Dv=None, dtype="bfloat16", segments=False, **options):
         self.mesh, self.dtype = mesh, dtype
         self.lengths, self.heads, self.dims = (T, S or T), (H, Hkv), (D, Dv or D)
-        self.segments, self.bias, self.sinks = segments, options.pop("bias", False), options.pop("sinks", False)
+        self.segments, self.pattern = segments, options.pop("pattern", None)
+        self.bias, self.sinks = options.pop("bias", False), options.pop("sinks", False)
         self.options = options
 
     def arrays(self):
@@ -65,6 +67,9 @@ class Program:
         k = (arrays["y"] @ arrays["wk"]).reshape(B, S, Hkv, D)
         v = (arrays["y"] @ arrays["wv"]).reshape(B, S, Hkv, Dv)
         mask = MaskInfo.from_segments(ids) if self.segments else None
+        if self.pattern:
+            pattern = BlockPattern.sliding_blocks(T // self.pattern, 1, block_size=self.pattern)
+            mask = MaskInfo.from_block_pattern(pattern, q_len=T)
         more = {name: arrays[name] for name in ("bias", "softmax_aux") if name in arrays}
         out = flash_attention(q, k, v, mask_info=mask, mesh=self.mesh, **more, **self.options)
         return (out.reshape(B, T, H * Dv) @ arrays["wo"]).astype(jnp.float32).sum()
@@ -121,6 +126,12 @@ def test_a_bare_call_moves_nothing_big_where_lanes_are_lengths(mesh_of):
     text = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, mesh=mesh)).lower(q, k, k).compile().as_text()
     assert kernels(text) == ["softmax_forward"]
     assert moved(text, {q.size, k.size}) == []
+
+
+def test_the_unnormalised_output_compiles(mesh_of):
+    """Around its kernel XLA gathers the best key of each row, so that the gradient through the maximum is right."""
+    program = Program(mesh_of("v5e"), 128, T=512, normalize_output=False)
+    assert kernels(program.compiled()) == ["softmax_dkv", "softmax_dq", "softmax_forward"]
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["in_specs", "a user's own shard_map"])

@@ -129,12 +129,8 @@ def _rows(ends: Any, length: int, xp: Any) -> Any:
     if xp is np:  # a schedule known now is the same for every batch row and head
         counts = np.diff(ends[0, 0], prepend=0)
         return np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, None]
-
-    def one(ends: jax.Array) -> jax.Array:
-        passed = jnp.zeros(length + 1, jnp.int32).at[jnp.minimum(ends, length)].add(1)
-        return jnp.minimum(jnp.cumsum(passed)[:-1], ends.shape[0] - 1)
-
-    return jax.vmap(jax.vmap(one))(ends)
+    passed = jnp.arange(length)[:, None] >= ends[..., None, :]
+    return jnp.minimum(passed.sum(-1, dtype=jnp.int32), ends.shape[-1] - 1)
 
 
 def _tables(schedule: Schedule, group: int) -> tuple[Any, Any]:
