@@ -98,6 +98,10 @@ WRONG = {
     "lens-long": ("page", {"context_lens": np.array([0, 13])}, ValueError, r"from 0 to 12, .*\(row 1: 13\)"),
     "lens-negative": ("page", {"context_lens": np.array([-1, 3])}, ValueError, r"from 0 to 12, .*\(row 0: -1\)"),
     "table-none": ("page", {"block_tables": None}, TypeError, "block_tables is needed"),
+    "table-rows": ("page", {"block_tables": [[0, 1, 2], [0]]}, ValueError, "block_tables must have rows of one length"),
+    "table-empty": ("page", {"block_tables": np.ones((2, 0), int)}, ValueError, "at least one page per sequence"),
+    "lens-none": ("page", {"context_lens": None}, TypeError, "context_lens is needed, got None"),
+    "start-none": ("whole", {"sequence_start": None}, TypeError, "sequence_start is needed, got None"),
     "table-shape": ("page", {"block_tables": np.ones((3, 3), int)}, ValueError, r"block_tables \(3, 3\) .* 2 seq"),
     "table-high": ("page", {"block_tables": np.array([[0, 6, 1], [0, 0, 0]])}, ValueError,
                    r"page ids from 0 to 5 in the slots that are used \(row 0: 6\)"),
@@ -117,7 +121,7 @@ WRONG = {
     "token": ("decode", {"req_to_tokens": np.array([[5, 24], [0, 0]])}, ValueError, r"from 0 to 23.*\(row 0: 24\)"),
     "two-tokens": ("whole", {"query": ones(2, 2, 4, 8)}, ValueError, "one token per sequence"),
     "batches": ("whole", {"query": ones(3, 4, 8)}, ValueError, "sequence_end .* sequence: 3"),
-    "end": ("whole", {"sequence_end": np.array([6, 4])}, ValueError, r"from 0 to 5.*\(row 0: 6\)"),
+    "end": ("whole", {"sequence_end": np.array([6, 4])}, ValueError, r"to 5, what the cache holds.*\(row 0: 6\)"),
     "start": ("whole", {"sequence_start": np.array([-1, 4])}, ValueError, r"sequence_start .* 0 to 5 \(row 0: -1\)"),
     # options
     "scale": ("page", {"softmax_scale": "big"}, TypeError, "softmax_scale must be a number, got 'big'"),
@@ -127,6 +131,7 @@ WRONG = {
     "splits": ("page", {"num_splits": 0}, ValueError, "num_splits=0 must be at least 1"),
     "splits-float": ("page", {"num_splits": 2.0}, TypeError, "num_splits must be an int, got 2.0"),
     "k-scale": ("page", {"k_scale": ones(4)}, ValueError, r"k_scale must be a scalar or \(key heads,\) = \(2,\)"),
+    "k-scale-text": ("page", {"k_scale": "big"}, TypeError, "k_scale must be a number or numbers, got <U3"),
     "v-scale": ("page", {"v_scale": np.array([True, False])}, TypeError, "v_scale must be a number"),
     "lse": ("page", {"return_lse": 1}, TypeError, "return_lse must be True or False"),
     "platform": ("page", {"platform": "cuda"}, ValueError, "platform 'cuda' is unknown"),
@@ -138,6 +143,7 @@ WRONG = {
     "rows": ("write", {"key": ones(2, 2, 8)}, ValueError, r"key \(2, 2, 8\) must be .* \(3, 2, 8\)"),
     "write-dtype": ("write", {"key": ones(3, 2, 8, dtype="int8")}, TypeError, "key has dtype int8"),
     "write-scale": ("write", {"k_scale": ones(3)}, ValueError, "k_scale must be a scalar or"),
+    "write-scale-bool": ("write", {"v_scale": True}, TypeError, "v_scale must be a number or numbers, got bool"),
     "write-pages": ("write", {"value_cache": ones(5, 4, 2, 8)}, ValueError, "caches must have the same pages"),
 }  # fmt: skip
 
@@ -158,8 +164,37 @@ def test_the_right_input_is_taken(kind):
 
 
 def test_interleaved_rows():
-    with pytest.raises(ValueError, match=r"key \(1, 2, 8\) and value \(1, 2, 4\) must have the same shape"):
-        write_interleaved_kv_pages(ones(1, 2, 4, 8), ones(1, 2, 8), ones(1, 2, 4), [0])
+    pages = ones(1, 2, 4, 8)
+    wrong = {
+        r"value \(1, 2, 4\) must be .* = \(1, 2, 8\)": (pages, ones(1, 2, 8), ones(1, 2, 4)),
+        r"key \(1, 4, 8\) must be .* = \(1, 2, 8\)": (pages, ones(1, 4, 8), ones(1, 4, 8)),
+        r"key must be \(tokens, heads, head_dim\), got shape \(2, 8\)": (pages, ones(2, 8), ones(2, 8)),
+        "key must be an array, got list": (pages, [1.0], [1.0]),
+        "key has dtype int8": (pages, ones(1, 2, 8, dtype="int8"), ones(1, 2, 8, dtype="int8")),
+        r"kv_pages \(1, 2, 3, 8\) must hold pairs": (ones(1, 2, 3, 8), ones(1, 1, 8), ones(1, 1, 8)),
+    }
+    for message, arrays in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            write_interleaved_kv_pages(*arrays, [0], k_scale=1.0, v_scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
+def test_integers_of_any_width(dtype):
+    """A window wider than the dtype, and ids that an unsigned subtraction would hide."""
+    given = {**PAGE, "context_lens": np.array([9, 3], dtype), "sliding_window": 1000}
+    with pytest.raises(ValueError, match=r"\(row 1: 99\)"):
+        page_attention(**given)
+    tables = given["block_tables"].clip(0, 5)
+    expected = page_attention(**{**given, "context_lens": [9, 3], "block_tables": tables})
+    np.testing.assert_array_equal(page_attention(**{**given, "block_tables": tables.astype(dtype)}), expected)
+
+
+def test_numpy_caches_are_written():
+    arrays = {name: np.asarray(x) for name, x in WRITE.items()}
+    for found, expected in zip(write_kv_pages(**arrays), write_kv_pages(**WRITE), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    pages, rows = np.ones((6, 4, 4, 8), np.float32), np.zeros((1, 2, 8), np.float32)
+    assert not write_interleaved_kv_pages(pages, rows, rows, [5])[1, 1].any()
 
 
 def test_windows_free_the_pages_before_them():

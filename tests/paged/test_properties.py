@@ -216,6 +216,14 @@ def test_cascade_is_the_plain_call(tokens):
         assert_close(*(dict(zip(("out", "lse"), found, strict=True)) for found in (shared(lens, prefix), plain(lens))))
 
 
+def test_cascade_clamps_traced_lengths_like_the_plain_call():
+    """A length beyond the table is the table's: the first query then stands before the end of the prefix."""
+    arrays, rows, lens = (normal("query", (2, 3, H, D)), *cache()), table(2, 6), jnp.array([500, 500])
+    rows = rows.at[1].set(rows[0])
+    out = jax.jit(lambda lens: cascade_attention(*arrays, lens, rows, 48))(lens)
+    assert_close({"out": out}, {"out": jax.jit(lambda lens: page_attention(*arrays, lens, rows))(lens)})
+
+
 def test_cascade_on_the_kernels(platform):
     if refused(platform):
         return

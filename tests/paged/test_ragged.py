@@ -110,7 +110,7 @@ def test_signatures_are_those_of_the_seed():
 WRONG = {
     "mask_value": ({"mask_value": -1.0}, "mask_value=-1.0 must be below -1e30"),
     "block_size": ({"block_size": 0}, "block_size=0 must be at least 1"),
-    "lengths": ({"lengths": np.array([51, 0, 0, 0])}, r"sequence_end must be from 0 to 50.*\(row 0: 51\)"),
+    "lengths": ({"lengths": np.array([51, 0, 0, 0])}, r"lengths must be from 0 to 50.*\(row 0: 51\)"),
     "query": ({"query": normal("q", (B, 3, D))}, "query heads H=3 must be a multiple"),
 }
 
@@ -122,3 +122,17 @@ def test_refused(name):
     right = {"query": query, "key": key, "value": value, "lengths": np.asarray(LENGTHS), "starts": np.asarray(STARTS)}
     with pytest.raises(ValueError, match=message):
         ragged.ragged_gqa(**{**right, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"starts": [-1, 0, 0, 0]}, r"starts must be from 0 to 50 \(row 0: -1\)"),
+        ({"k": [[1.0]]}, "k must be an array, got list"),
+    ],
+)
+def test_errors_have_the_names_of_the_caller(changes, message):
+    query, key, value = arrays(1)
+    given = {"q": query, "k": key[:, :, 0], "v": value[:, :, 0], "lengths": LENGTHS, "starts": STARTS}
+    with pytest.raises((TypeError, ValueError), match=message):
+        ragged.ragged_mqa(**{**given, "starts": np.asarray(STARTS), "lengths": np.asarray(LENGTHS), **changes})

@@ -121,7 +121,8 @@ def test_one_key_head_is_not_split(mesh):
 def test_ragged_heads(mesh):
     query, pages = normal("query", (10, H, D)), normal("pages", (PAGES, L, 2 * HKV, D))
     rest = LENS.at[1].set(9), TABLE, jnp.array([0, 1, 9, 9, 10]), 4
-    specs = {"mesh": mesh, "in_specs": (P(None, "tp"), HEADS)}
+    whole = dict.fromkeys(("context_lens", "block_tables", "query_start_loc", "num_seqs"), P())
+    specs = {"mesh": mesh, "in_specs": {"queries": P(None, "tp"), "kv_pages": HEADS, **whole}}
     split = jax.jit(lambda *a: ragged_page_attention(*a, **specs))(query, pages, *rest)
     assert_close({"out": split}, {"out": jax.jit(ragged_page_attention)(query, pages, *rest)})
     with pytest.raises(ValueError, match="a mesh must split whole pairs of key and value"):
@@ -132,7 +133,8 @@ def test_contiguous_caches_split_along(mesh):
     key, value = normal("key", (N, 24, HKV, D)), normal("value", (N, 24, HKV, D))
     arguments = normal("query", (N, H, D)), key, value, LENS // 2, LENS
     cache = P("dp", None, "tp", None)
-    specs = {"mesh": mesh, "in_specs": (P("dp", "tp"), cache, cache)}
+    named = {"query": P("dp", "tp"), "key": cache, "value": cache, "sequence_start": P("dp"), "sequence_end": P("dp")}
+    specs = {"mesh": mesh, "in_specs": named}
     split = jax.jit(lambda *a: ragged_decode_attention(*a, **specs))(*arguments)
     assert_close({"out": split}, {"out": jax.jit(ragged_decode_attention)(*arguments)})
 
@@ -141,7 +143,8 @@ def test_flat_buffers(mesh):
     key, value = (normal(name, (PAGES, HKV, D)) for name in ("key", "value"))
     arguments = normal("query", (N, H, D)), key, value, TABLE, jnp.array([3, 0, 1, 2])
     heads = P(None, "tp", None)
-    specs = {"mesh": mesh, "in_specs": (P("dp", "tp"), heads, heads)}
+    named = {"query": P("dp", "tp"), "key_buffer": heads, "value_buffer": heads}
+    specs = {"mesh": mesh, "in_specs": named | {"req_to_tokens": P("dp"), "seq_lens": P("dp")}}
     split = jax.jit(lambda *a: decode_attention(*a, **specs))(*arguments)
     assert_close({"out": split}, {"out": jax.jit(decode_attention)(*arguments)})
 

@@ -119,6 +119,14 @@ def test_a_copied_page_is_read_like_the_original():
         np.testing.assert_allclose(row, flash_attention(own[None, None], keys, values)[0, 0], atol=1e-5)
 
 
+def test_views_of_numpy_arrays_are_updated():
+    ones = np.ones((2, 3, 1, 1), np.float32)
+    assert PagedCacheView(ones, 2 * ones).copy_pages([0], [1]).value_pages.tolist() == (2 * ones).tolist()
+    assert not PagedCacheView(ones, ones).write(0 * ones[0], 0 * ones[0], [0, 1, 2]).key_pages[0].any()
+    rows = TransformerCacheView(ones, ones, np.zeros(2, np.int32), np.array([0, 2], np.int32))
+    assert rows.append(0 * ones[:, :1], ones[:, :1]).key[..., 0, 0].tolist() == [[0, 1, 1], [1, 1, 0]]
+
+
 def test_copies_read_before_they_write():
     pages = jnp.arange(4.0).reshape(4, 1, 1, 1)
     swapped = jax.jit(PagedCacheView.copy_pages)(

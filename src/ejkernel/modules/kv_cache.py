@@ -70,9 +70,6 @@ def write_interleaved_kv_pages(
     >>> pages[0, :, :, 0].tolist()
     [[0.0, 0.0], [1.0, 2.0]]
     """
-    if jnp.shape(key) != jnp.shape(value):
-        raise ValueError(f"key {jnp.shape(key)} and value {jnp.shape(value)} must have the same shape in one cache")
+    slots = checked({"kv_pages": kv_pages}, {"key": key, "value": value}, slots)
     pair = jnp.stack([scaled(key, k_scale, "k_scale"), scaled(value, v_scale, "v_scale")], axis=2)
-    rows = pair.reshape(key.shape[0], 2 * key.shape[1], key.shape[2])
-    slots = checked({"kv_pages": kv_pages}, {"key and value": rows}, slots)
-    return write(kv_pages, rows, slots)
+    return write(kv_pages, pair.reshape(key.shape[0], 2 * key.shape[1], key.shape[2]), slots)

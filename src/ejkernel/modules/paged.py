@@ -127,7 +127,7 @@ def ragged_page_attention(
         block_tables: `(N, W)`, the ids of each sequence's pages in order.
         query_start_loc: `(N + 1,)`: sequence n has the queries from entry n up to entry n + 1, and they are its last
             tokens. Rows past entry `num_seqs` come back zero.
-        num_seqs: how many sequences there are; entries past it, in all arrays, are ignored.
+        num_seqs: how many sequences there are, None for all; entries past it, in all arrays, are ignored.
         softmax_aux: as in `page_attention`; so are all options.
         mesh: devices to split heads over: `in_specs` has the specs of queries and kv_pages.
 

@@ -60,7 +60,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = static_int("num_pages", num_pages, 1)
         self.page_size = static_int("page_size", page_size, 1)
-        if num_pages * page_size > np.iinfo(np.int32).max:
+        if self.num_pages * self.page_size > np.iinfo(np.int32).max:
             raise ValueError(f"{num_pages=} of {page_size=} hold more tokens than an int32 slot can name")
         self._free = list(range(num_pages))[::-1]  # the next one last
         self._owners = [0] * num_pages  # sequences that have each page

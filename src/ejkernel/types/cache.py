@@ -231,6 +231,7 @@ class PagedCacheView:
         targets = jnp.where(targets < 0, P, targets)  # a negative index would count from the end
 
         def copied(pages: jax.Array) -> jax.Array:
+            pages = jnp.asarray(pages)
             return pages.at[targets].set(pages.at[sources].get(mode="clip"), mode="drop")
 
         return PagedCacheView(copied(self.key_pages), copied(self.value_pages))
@@ -322,7 +323,7 @@ def _put(cache: jax.Array, at: Any, tokens: jax.Array) -> jax.Array:
 
     if tokens.dtype.name not in FLOATS:
         raise TypeError(f"new keys and values must be {', '.join(FLOATS)}; got {tokens.dtype}")
-    return cache.at[at].set(stored(tokens, cache.dtype), mode="drop", unique_indices=True)
+    return jnp.asarray(cache).at[at].set(stored(tokens, cache.dtype), mode="drop", unique_indices=True)
 
 
 def _int32(name: str, x: ArrayInput) -> jax.Array | np.ndarray:

@@ -1,5 +1,7 @@
 """From the arguments of each public function to the canonical call, and how its arrays lie on a mesh."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ejkernel.kernels.common.options import whole
@@ -9,6 +11,7 @@ from ejkernel.ops import Call
 _PAGES = "(pages, page_size, key heads, head_dim)"
 _CACHES = {"key_pages": "key_cache", "value_pages": "value_cache"}
 _BUFFERS = {"key_pages": "key_buffer", "value_pages": "value_buffer"}
+_WHOLE = {"key_pages": "key", "value_pages": "value", "context_lens": "sequence_end", "starts": "sequence_start"}
 _TABLE: Layout = {"context_lens": ("context_lens", (None, 0)), "block_tables": ("block_tables", (None, 0, 1))}
 
 
@@ -76,7 +79,15 @@ def decode_call(
 
 
 def ragged_decode_call(
-    query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any, softmax_aux: Any = None, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    sequence_start: Any,
+    sequence_end: Any,
+    softmax_aux: Any = None,
+    *,
+    names: Mapping[str, str] = MappingProxyType(_WHOLE),
+    **options: Any,
 ) -> Call:
     """Of `ragged_decode_attention`: every sequence has a contiguous cache, which is its one page."""
     query = array("query", query, "(batch, heads, head_dim) or (batch, 1, heads, head_dim)", 3, 4)
@@ -85,8 +96,7 @@ def ragged_decode_call(
     layout = "(batch, length, key heads, head_dim)"
     pages = {"key_pages": cache("key", key, layout, 4), "value_pages": cache("value", value, layout, 4)}
     flat = query.reshape(-1, *query.shape[-2:])
-    names = {"key_pages": "key", "value_pages": "value", "context_lens": "sequence_end", "starts": "sequence_start"}
-    options |= {"starts": sequence_start, "softmax_aux": softmax_aux, "names": names}
+    options |= {"starts": _needed(names["starts"], sequence_start), "softmax_aux": softmax_aux, "names": names}
     return canonicalise(flat, pages, sequence_end, tokens=1, **options)
 
 
@@ -116,14 +126,16 @@ def _one_row(name: str, x: Any, rank: int) -> Any:
 # Layouts: the caller's arrays in order, each with the canonical one and where its axes come from --------------
 
 
-def batch_layout(query: Any, names: tuple[str, str] = ("key_cache", "value_cache")) -> Layout:
+def batch_layout(
+    query: Any, names: tuple[str, str] = ("key_cache", "value_cache"), integers: Layout = _TABLE
+) -> Layout:
     """Of `page_attention`; the query's token axis, if it has one, is not split."""
     rows = (None, 0, 1, 2) if query.ndim == 3 else (None, 0, 2, 3)
     return {
         "query": ("query", rows),
         names[0]: ("key_pages", (None, 0, 1, 2, 3)),
         names[1]: ("value_pages", (None, 0, 1, 2, 3)),
-        **_TABLE,
+        **integers,
         "out": ("out", rows),
         "lse": ("lse", (None, 1, 0)),
     }
@@ -131,18 +143,24 @@ def batch_layout(query: Any, names: tuple[str, str] = ("key_cache", "value_cache
 
 def ragged_decode_layout(query: Any) -> Layout:
     """Of `ragged_decode_attention`."""
-    return batch_layout(query, ("key", "value"))
+    ends: Layout = {"sequence_start": ("starts", (None, 0)), "sequence_end": ("context_lens", (None, 0))}
+    return batch_layout(query, ("key", "value"), ends)
 
 
 RAGGED_LAYOUT: Layout = {
     "queries": ("query", (None, 0, 1, 2)),
     "kv_pages": ("kv_pages", (None, 0, 1, 2, 3)),
+    **_TABLE,
+    "query_start_loc": ("query_start", (None, 0)),
+    "num_seqs": ("num_seqs", (None,)),
     "out": ("out", (None, 0, 1, 2)),
 }
 PREFILL_LAYOUT: Layout = {
     "query": ("query", (None, 0, 1, 2)),
     "key_cache": ("key_pages", (None, 0, 1, 2, 3)),
     "value_cache": ("value_pages", (None, 0, 1, 2, 3)),
+    "context_len": ("context_lens", (None, None)),
+    "page_indices": ("block_tables", (None, None, 0)),
     "out": ("out", (None, 0, 1, 2)),
     "lse": ("lse", (None, 0, 1)),
 }
@@ -150,6 +168,8 @@ BUFFER_LAYOUT: Layout = {
     "query": ("query", (None, 0, 1, 2)),
     "key_buffer": ("key_pages", (None, 0, None, 1, 2)),
     "value_buffer": ("value_pages", (None, 0, None, 1, 2)),
+    "req_to_tokens": ("block_tables", (None, 0, 1)),
+    "seq_lens": ("context_lens", (None, 0)),
     "out": ("out", (None, 0, 1, 2)),
     "lse": ("lse", (None, 1, 0)),
 }

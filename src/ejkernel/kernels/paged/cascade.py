@@ -31,7 +31,7 @@ def parts_of(
     S = own["block_tables"].shape[2] * own["key_pages"].shape[2]
     message = f"prefix_len must be from 0 to {S}, what the table holds"
     check(prefix_len, lambda xp, n: (n < 0) | (n > S), message, (prefix_len,))
-    lens = own["context_lens"]
+    lens = jnp.clip(own["context_lens"], 0, S)
     first_query = jnp.where(lens > 0, lens - own.spec.tokens, S)  # (1, B)
     # every query must see all of the prefix
     length = jnp.clip(jnp.minimum(prefix_len, first_query.min() + 1), 0, S)

@@ -16,9 +16,12 @@ from ejkernel.kernels.paged import xla
 from ejkernel.kernels.paged.calls import ragged_decode_call
 from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
 from ejkernel.kernels.paged.reference import reference
+from ejkernel.kernels.paged.spec import array, cache
 from ejkernel.ops import Call, run, use_config
 
 MASK_VALUE = -2.381976426469702e38
+
+_NAMES = {"key_pages": "key", "value_pages": "value", "context_lens": "lengths", "starts": "starts"}
 
 Parts = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -56,9 +59,8 @@ def ragged_mqa(
     """
     if cost_estimate is not None and not hasattr(cost_estimate, "flops"):
         raise TypeError(f"cost_estimate must be a pallas.CostEstimate, got {type(cost_estimate).__name__}")
-    _check_rank("q", q, 3, "(batch, heads, head_dim)")
-    _check_rank("k", k, 3, "(batch, length, head_dim)")
-    _check_rank("v", v, 3, "(batch, length, head_dim)")
+    q = array("q", q, "(batch, heads, head_dim)", 3)
+    k, v = (cache(name, x, "(batch, length, head_dim)", 3) for name, x in (("k", k), ("v", v)))
     return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value)
 
 
@@ -82,8 +84,8 @@ def ragged_mha(
     >>> ragged_mha(jnp.ones((2, 1, 4, 8)), cache, cache, jnp.array([10, 4]), jnp.array([0, 2]))[0].shape
     (2, 4, 8)
     """
-    _check_rank("query", query, 4, "(batch, 1, heads, head_dim)")
-    _check_rank("key", key, 4, "(batch, length, heads, head_dim)")
+    query = array("query", query, "(batch, 1, heads, head_dim)", 4)
+    key = cache("key", key, "(batch, length, heads, head_dim)", 4)
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"query {query.shape} and key {key.shape} must have the same heads; else use ragged_gqa")
     return _ragged(query, key, value, lengths, starts, block_size, mask_value)
@@ -155,13 +157,9 @@ def get_mha_cost_estimate(shape_dtype: Any) -> Any:
     return pl.CostEstimate(flops=2 * B * H * S * (D + Dv), transcendentals=B * H * S, bytes_accessed=moved + written)
 
 
-def _check_rank(name: str, x: Any, rank: int, layout: str) -> None:
-    if jnp.ndim(x) != rank:
-        raise ValueError(f"{name} must be {layout}, got shape {jnp.shape(x)}")
-
-
 def _ragged(query: Any, key: Any, value: Any, lengths: Any, starts: Any, block_size: int, mask_value: float) -> Parts:
-    call = ragged_decode_call(query, key, value, starts, lengths, softmax_scale=1.0, return_lse=True)
+    options = {"softmax_scale": 1.0, "return_lse": True, "names": _NAMES}
+    call = ragged_decode_call(query, key, value, starts, lengths, **options)
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=whole("block_size", block_size))):
         return _parts(call, run(RAGGED_DECODE_ATTENTION, call), mask_value)
 

@@ -146,7 +146,7 @@ def canonicalise(
     T, H, D = query.shape
     Hkv, P, L = _check_pages(query, pages, names)
     arrays |= {"sinks": _sinks(softmax_aux, H)}
-    arrays |= {"k_scale": _cache_scale("k_scale", k_scale, Hkv), "v_scale": _cache_scale("v_scale", v_scale, Hkv)}
+    arrays |= {"k_scale": cache_scale("k_scale", k_scale, Hkv), "v_scale": cache_scale("v_scale", v_scale, Hkv)}
     spec = Spec(
         scale=D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale),
         tokens=tokens,
@@ -220,15 +220,16 @@ def _sinks(softmax_aux: Any, H: int) -> jax.Array | None:
     return sinks[:, 0] if sinks.shape[1] == 1 else jax.nn.logsumexp(sinks, axis=-1)
 
 
-def _cache_scale(name: str, scale: Any, Hkv: int) -> jax.Array | None:
+def cache_scale(name: str, scale: Any, Hkv: int) -> jax.Array | None:
+    """(Hkv,) float32 from a scalar or one number per key head."""
     if scale is None:
         return None
-    scale = jnp.asarray(scale)
-    if not jnp.issubdtype(scale.dtype, jnp.number):
+    scale = scale if isinstance(scale, jax.Array) else np.asarray(scale)
+    if not jnp.issubdtype(scale.dtype, jnp.integer) and not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"{name} must be a number or numbers, got {scale.dtype}")
     if scale.shape not in ((), (1,), (Hkv,)):
         raise ValueError(f"{name} must be a scalar or (key heads,) = ({Hkv},), got shape {scale.shape}")
-    return jnp.broadcast_to(scale.astype(jnp.float32), (Hkv,))
+    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (Hkv,))
 
 
 def _window(sliding_window: Any) -> int | None:
@@ -257,7 +258,9 @@ class _Integers(NamedTuple):
             raise ValueError(f"{lens_name} {lens.shape} must have one entry per sequence: {rows}")
         if self.block_tables is not None:
             tables = integers(table_name, self.block_tables, 2)
-            if tables.shape[0] != rows or tables.shape[1] == 0:
+            if tables.shape[1] == 0:
+                raise ValueError(f"{table_name} must have at least one page per sequence, got none")
+            if tables.shape[0] != rows:
                 raise ValueError(f"{table_name} {tables.shape} must be (sequences, pages) with {rows} sequences")
         else:
             tables = None
@@ -289,7 +292,8 @@ class _Integers(NamedTuple):
         if self.query_start is not None:
             message = f"query_start_loc must start at 0, never decrease, and end within the {T} query tokens"
             check(self.query_start, lambda xp, q: _misplaced(xp, q, T, counted(xp)), message, self)
-        message = f"{lens_name} must be from 0 to {S}, what the table holds"
+        holder = "cache" if self.block_tables is None else "table"
+        message = f"{lens_name} must be from 0 to {S}, what the {holder} holds"
         check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
         if self.query_start is not None:
             message = f"{lens_name} must count the queries of the sequence too, so be at least as many"
@@ -334,13 +338,21 @@ def _misplaced(xp: Any, starts: Any, T: int, counted: Any) -> Any:
 
 
 def integers(name: str, x: Any, *ranks: int) -> Any:
-    """An integer array of one of the ranks; host values stay on the host."""
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    """A signed integer array of one of the ranks; host values stay on the host."""
+    if x is None:
+        raise TypeError(f"{name} is needed, got None")
+    try:
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name} must have rows of one length, got {x!r:.80}") from None
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}")
     if x.ndim not in ranks:
         raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} dimensions, got shape {x.shape}")
-    return x
+    # checks subtract, which narrow or unsigned numbers do not survive
+    if isinstance(x, np.ndarray):
+        return x.astype(np.int64)
+    return x if x.dtype in (jnp.int32, jnp.int64) else x.astype(jnp.int32)
 
 
 def check(values: Any, bad: Callable[[Any, Any], Any], message: str, involved: tuple[Any, ...]) -> None:

@@ -5,15 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.paged.spec import FLOATS, array, cache, check, integers
+from ejkernel.kernels.paged.spec import array, cache, cache_scale, check, integers
 
 
 def write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:
     """`pages` (P, L, heads, D) with `rows` (N, heads, D) at `slots` (N,); a slot outside is left out."""
     P, L, *rest = pages.shape
+    flat = jnp.asarray(pages).reshape(P * L, *rest)
     # a negative index would count from the end
     at = jnp.where(jnp.asarray(slots) < 0, P * L, slots)
-    return pages.reshape(P * L, *rest).at[at].set(stored(rows, pages.dtype), mode="drop").reshape(pages.shape)
+    return flat.at[at].set(stored(rows, pages.dtype), mode="drop").reshape(pages.shape)
 
 
 def stored(x: jax.Array, dtype: Any) -> jax.Array:
@@ -28,22 +29,21 @@ def stored(x: jax.Array, dtype: Any) -> jax.Array:
 
 def scaled(x: jax.Array, scale: Any, name: str) -> jax.Array:
     """x (N, heads, D) divided by what a reader will multiply with: a scalar or (heads,)."""
-    if scale is None:
-        return x
-    scale = jnp.asarray(scale, jnp.float32)
-    if scale.shape not in ((), (1,), (x.shape[1],)):
-        raise ValueError(f"{name} must be a scalar or (key heads,) = ({x.shape[1]},), got shape {scale.shape}")
-    return x.astype(jnp.float32) / scale.reshape(-1, 1)
+    scale = cache_scale(name, scale, x.shape[1])
+    return x if scale is None else x.astype(jnp.float32) / scale[:, None]
 
 
 def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
-    """`slots` as an array, after checking that caches, rows and slots fit."""
+    """`slots` as an array, after checking that caches, rows and slots fit; one cache may hold both keys and values."""
     slots = integers("slots", slots, 1)
-    for (name, x), (row_name, row) in zip(pages.items(), rows.items(), strict=True):
+    both = len(rows) // len(pages)
+    for (name, x), (row_name, row) in zip([p for p in pages.items() for _ in range(both)], rows.items(), strict=True):
         cache(name, x, "(pages, page_size, heads, head_dim)", 4)
-        array(row_name, row, "(tokens, heads, head_dim)", 3, dtypes=FLOATS)
-        if row.shape != (slots.shape[0], *x.shape[2:]):
-            wanted = (slots.shape[0], *x.shape[2:])
+        array(row_name, row, "(tokens, heads, head_dim)", 3)
+        if x.shape[2] % both:
+            raise ValueError(f"{name} {x.shape} must hold pairs of key and value: an even number of rows per token")
+        wanted = (slots.shape[0], x.shape[2] // both, x.shape[3])
+        if row.shape != wanted:
             raise ValueError(f"{row_name} {row.shape} must be (slots, heads, head_dim) = {wanted} for {name} {x.shape}")
     first = next(iter(pages.values()))
     room = first.shape[0] * first.shape[1]
