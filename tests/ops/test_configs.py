@@ -15,6 +15,7 @@ from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_
 from ejkernel.ops import TunedConfigs, explain, interpret, use_config
 from ejkernel.ops import config as configs
 from ejkernel.ops.cache import shipped_file, user_file
+from ejkernel.types import MaskInfo
 
 Q = jnp.ones((1, 32, 2, 16))
 BUCKET = bucket(canonicalise(Q, Q, Q))
@@ -160,7 +161,14 @@ def test_buckets_are_powers_of_two(users):
 
 
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"sliding_window": 4}, {"bias": jnp.ones((32, 32))}], ids=["causal", "window", "bias"]
+    "options",
+    [
+        {"causal": True},
+        {"sliding_window": 4},
+        {"bias": jnp.ones((32, 32))},
+        {"mask_info": MaskInfo(32, 32).apply_chunked(8)},
+    ],
+    ids=["causal", "window", "bias", "chunks"],
 )
 def test_what_changes_the_work_changes_the_bucket(options):
     assert bucket(canonicalise(Q, Q, Q, **options)) != BUCKET
@@ -216,6 +224,17 @@ def test_training_may_be_faster_elsewhere(users):
         assert launches(jax.grad(lambda q: flash_attention(q, Q, Q).sum())) > 0
         assert explain(flash_attention, Q, Q, Q, platform="xla").training is None
     assert explain(flash_attention, Q, Q, Q).training is None  # no Triton without the interpreter
+
+
+def test_a_batch_that_vmap_makes_too_large_is_refused(monkeypatch):
+    """The plan is chosen before vmap folds its axis into the batch, so the call is asked about once more."""
+    monkeypatch.setattr(
+        xla, "unsupported_config", lambda call, config: ["too many rows"] * (len(call["query"]) > 4), raising=False
+    )
+    many = jnp.ones((8, 1, 24, 2, 16))
+    flash_attention(many[:4, 0], many[:4, 0], many[:4, 0])
+    with pytest.raises(NotImplementedError, match=r"batch of 8 that vmap makes, too many rows.*lax\.map"):
+        jax.vmap(flash_attention)(many, many, many)
 
 
 def test_a_time_says_nothing_about_configs(users):

@@ -4,21 +4,33 @@ from functools import partial
 
 import jax
 
-from ejkernel.ops.batching import fold_backward, fold_forward
-from ejkernel.ops.operation import Arrays, Plan
+from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
+from ejkernel.ops.operation import Arrays, Call, Plan
+
+
+def _call(plan: Plan, arrays: Arrays) -> Call:
+    """The call as it will run: vmap may have made its batch larger than the one the plan was chosen for."""
+    call = plan.call(arrays)
+    check = getattr(plan.implementation, "unsupported_config", None)
+    if check is not None and (reasons := check(call, plan.config)):
+        raise NotImplementedError(
+            f"{plan.operation.name}: with the batch of {batch_size(arrays)} that vmap makes, {'; '.join(reasons)}. "
+            f"Map over smaller parts (jax.lax.map with batch_size=), or give another platform"
+        )
+    return call
 
 
 # compiled here, so that calls outside jit share programs too: a plan is hashable and says all that is static
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
-    return fold_forward(lambda arrays: plan.implementation.forward(plan.call(arrays), plan.config), whole)(arrays)
+    return fold_forward(lambda arrays: plan.implementation.forward(_call(plan, arrays), plan.config), whole)(arrays)
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
     def backward(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        return plan.implementation.backward(plan.call(arrays), residuals, cotangents, plan.config)
+        return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 
     return fold_backward(backward)(arrays, residuals, cotangents)
 

@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.softmax.gradients import sink_gradient
 from ejkernel.kernels.softmax.mosaic_gpu import Config
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
@@ -73,9 +74,7 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     gradients = {"query": _dq(call, config, dims, tensors)[:, : dims.T]}
     dk, dv = _dkv(call, config, dims, tensors)
     gradients |= {"key": dk[:, : dims.S], "value": dv[:, : dims.S]}
-    if "sinks" in call:
-        gradients["sinks"] = _dsinks(call["sinks"], lse, delta)
-    return gradients
+    return gradients | sink_gradient(call, jnp.where(lse == -jnp.inf, jnp.inf, lse), delta)
 
 
 def _row_statistics(lse: jax.Array, delta: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
@@ -83,13 +82,6 @@ def _row_statistics(lse: jax.Array, delta: jax.Array, config: Config) -> tuple[j
     padding = ((0, 0), (0, 0), (0, -lse.shape[2] % math.lcm(128, config.dkv_block_q)))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
-
-
-def _dsinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """A sink takes weight from its row and gives no value: its gradient is minus its weight times delta."""
-    weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks[..., None] - lse))
-    gradient = -(weight * delta).sum(-1)  # (B, H)
-    return gradient if sinks.shape[0] > 1 else gradient.sum(0, keepdims=True)
 
 
 def _dq(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, ...]) -> jax.Array:

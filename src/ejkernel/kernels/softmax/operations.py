@@ -24,7 +24,8 @@ def bucket(call: Call) -> str:
     sizes = "-".join(f"{name}{_power_of_two(size)}" for name, size in zip("BTSHKDV", dims, strict=True))
     band = call.spec.band
     kind = "full" if band.lo is None and band.hi is None else "causal" if band.lo is None else "window"
-    extras = [name for name in ("q_segments", "mask", "pattern", "bias") if name in call]
+    extras = ["chunk"] * (call.spec.chunk is not None)
+    extras += [name for name in ("q_segments", "mask", "pattern", "bias") if name in call]
     return "-".join([sizes, call["query"].dtype.name, kind, *extras])
 
 
