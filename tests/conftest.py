@@ -49,17 +49,21 @@ def wants_gpu(config) -> bool:
 
 
 def pytest_generate_tests(metafunc):
-    """`platform` runs a test on every platform of this machine: those of the CPU, or with `-m gpu` those of a GPU."""
+    """`platform` runs a test on every platform of this machine: those of the CPU, or with `-m gpu` those of a GPU.
+
+    `native` leaves out interpreters: large tiles are for the hardware, and small ones show an interpreter the same.
+    """
     marks = metafunc.definition.iter_markers("parametrize")
     own = any("platform" in str(mark.args[0] if mark.args else mark.kwargs.get("argnames")) for mark in marks)
-    if own or "platform" not in metafunc.fixturenames:
+    wanted = [name for name in ("platform", "native") if name in metafunc.fixturenames]
+    if own or not wanted:
         return
     from harness import PLATFORMS
 
     device = "gpu" if wants_gpu(metafunc.config) else "cpu"
     marks = [pytest.mark.gpu] if device == "gpu" else []
-    chosen = [pytest.param(p, id=p.id, marks=marks) for p in PLATFORMS if p.device == device]
-    metafunc.parametrize("platform", chosen)
+    chosen = [p for p in PLATFORMS if p.device == device and not (p.interpreted and wanted == ["native"])]
+    metafunc.parametrize(wanted[0], [pytest.param(p, id=p.id, marks=marks) for p in chosen])
 
 
 def pytest_runtest_setup(item):

@@ -2,14 +2,19 @@
 
 import pytest
 
-from harness.softmax import CASES, Case, check_case
+from harness.softmax import CASES, WIDE, Case, check_case
 
 AS_USERS_COMPILE = ("bfloat16-gqa-causal", "packed-cross-causal", "segments-bias-sinks-soft-cap-dropout")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WIDE], ids=lambda case: case.id)
 def test_case(case: Case, platform):
     check_case(case, platform)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+def test_wide_case(case: Case, native):
+    check_case(case, native)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in AS_USERS_COMPILE], ids=lambda case: case.id)

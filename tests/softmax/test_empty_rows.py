@@ -93,12 +93,12 @@ def test_sinks_alone(sinks, normalised, platform):
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_some_wide_rows_see_nothing(D, platform):
+def test_some_wide_rows_see_nothing(D, native):
     """Whole tiles and parts of tiles of queries before the first key, and padding in the middle."""
     ids = jnp.asarray(np.repeat([[-1, 0, -1, 1]], [70, 60, 100, 40], axis=1), jnp.int32)
     case = Case("wide", B=1, T=270, D=D, dtype="bfloat16", tiles=(128, 64),
                 mask=lambda c: MaskInfo.from_segments(ids), options={"causal": True})  # fmt: skip
-    if (found := results(case, platform)) is None:
+    if (found := results(case, native)) is None:
         return
     (outputs, gradients), _ = found
     nothing = np.asarray(ids[0] < 0)
