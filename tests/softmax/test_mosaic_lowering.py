@@ -1,5 +1,7 @@
 """The Mosaic GPU kernels lower for Hopper on a machine that has none."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,3 +53,16 @@ def test_lowers_forward_and_backward(name):
 
     text = jax.jit(both).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3  # forward, dq, dk and dv
+
+
+@pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)
+def test_a_config_that_does_not_fit_is_refused(D):
+    """Defaults fit; four stages of 256 keys do not, and the reason has the size."""
+    (q, k, v), options = arguments(D, causal=True)
+    call = canonicalise(
+        jnp.zeros(q.shape, q.dtype), jnp.zeros(k.shape, k.dtype), jnp.zeros(v.shape, v.dtype), **options
+    )
+    config = mosaic_gpu.default_config(call)
+    assert mosaic_gpu.unsupported_config(call, config) == []
+    (reason,) = mosaic_gpu.unsupported_config(call, replace(config, block_k=256, stages=4))[:1]
+    assert "forward kernel needs" in reason and "232448" in reason

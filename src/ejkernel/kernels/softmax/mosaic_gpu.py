@@ -94,20 +94,30 @@ class Config:
             raise ValueError(f"semantics={self.semantics!r} must be 'warpgroup' or 'lane'")
 
     def shared_bytes(self, head_dim: int) -> dict[str, int]:
-        """Shared memory of each kernel for 16-bit inputs, without barriers and Mosaic's scratch."""
+        """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes."""
         row = 2 * head_dim
         keys = 64 if self.dkv_split else 128
         exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
+        statistics = 4 * self.dkv_stages * self.dkv_block_q
         return {
             "forward": row * (2 * self.block_q + 2 * self.stages * self.block_k)
-            + 20 * self.block_q
-            + 4 * self.stages * self.block_k,
-            "dq": row * (2 * 128 + self.dq_slots * self.dq_block_k) + 4 * self.dq_slots * self.dq_block_k + 768,
+            + _small(8 * self.block_q, _marks(self.stages, self.block_q, self.block_k)),
+            "dq": row * (2 * 128 + self.dq_slots * self.dq_block_k)
+            + _small(_marks(self.dq_slots, 64, self.dq_block_k)),
             "dkv": row * (2 * keys + 2 * self.dkv_stages * self.dkv_block_q)
-            + 4 * 4 * self.dkv_stages * self.dkv_block_q
-            + 768
-            + exchange,
+            + exchange
+            + _small(statistics, statistics, _marks(2 * self.dkv_stages, 64, self.dkv_block_q)),
         }
+
+
+def _marks(flags: int, rows: int, columns: int) -> int:
+    """Bytes of the marks of a masked call, see `retry_scratch`."""
+    return 2 * (3 + flags) * max(rows, columns)
+
+
+def _small(*arrays: int) -> int:
+    """Bytes of small arrays, each in whole kilobytes, of Mosaic's scratch for reductions and of the barriers."""
+    return sum(-(-size // 1024) * 1024 for size in arrays) + 1024 + 256
 
 
 def unsupported(call: Call) -> list[str]:
@@ -180,7 +190,7 @@ def search_space(call: Call) -> list[Config]:
                 tiles = {"block_k": block_k, "stages": stages, "dkv_block_q": dkv_block_q}
                 config = Config(**{**vars(base), **tiles})
                 registers = block_k * 3 // 4 + D // 2
-                fits = registers <= 216 and max(config.shared_bytes(D).values()) <= SMEM_BYTES - 2048
+                fits = registers <= 216 and max(config.shared_bytes(D).values()) <= SMEM_BYTES
                 if fits and config != base:
                     found.append(config)
     return found
