@@ -68,8 +68,11 @@ ONE_CHIP = {
     "many-key-heads": decode(Hkv=32),
     "D256": decode(H=16, Hkv=4, D=256),
     "e5m2": mixed(cache="float8_e5m2"),
+    "e5m2-D256": decode(H=16, Hkv=4, D=256, cache="float8_e5m2"),
     "mixed-float32": mixed(T=512, dtype="float32"),
+    "mixed-float32-e4m3": mixed(T=512, dtype="float32", cache="float8_e4m3fn"),
     "prefill": prefill(),
+    "prefill-float32": prefill(T=512, dtype="float32"),
     "contiguous-one-key-head": contiguous(Hkv=1),
 }
 # arrays whose last dimension does not fill lanes lie in another order unless they are made with this one

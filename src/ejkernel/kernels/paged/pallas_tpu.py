@@ -8,9 +8,12 @@ VMEM in bytes, for tiles of t query tokens and blocks of k keys; e bytes per num
     rows      t * H * (D * c + Dv * 4 + 2 * 512) queries as rows; sum, maximum and total of the running softmax
     turned    k * Hkv * (D + Dv) * c             a block with heads first, where each head is multiplied on its own
     logits    4 * 4 * rows * columns             float32 logits, weights and masks of a matmul, alive at once
-    operands  columns * (D + Dv) * (c + 4)       its keys and values as they are multiplied, and in float32 (c = 4: 10)
+    operands  columns * (D + Dv) * (c + 4)       its keys and values as they are multiplied, and in float32
     queries   4 * t * H * D                      as they are turned into rows, in float32
     state     4 * rows * (Dv + 256)              sum, maximum and total of one matmul, while they are replaced
+
+A float8 cache takes 4 bytes more per operand on its way. A float32 matmul is made of bfloat16 ones: 6 bytes more for
+each number it reads (operands, weights and queries), and queries are held once more before they are turned.
 
 SMEM: 4 bytes per entry of the page table and per sequence, 16 per tile.
 """
@@ -143,14 +146,18 @@ def vmem_bytes(call: Call, config: Config) -> int:
     """Bytes of VMEM a call needs; the arithmetic is at the top of this file."""
     kernel, dims = _kernel(call, config), dimensions(call)
     held = sum(_tiled_bytes(*buffer) for buffer in kernel.buffers().values())
-    # beside the operands themselves: in float32, or as the three bfloat16 that make a float32 matmul
-    operand = jnp.dtype(kernel.dtype).itemsize + (6 if kernel.dtype == jnp.float32 else 4)
+    exact = kernel.dtype == jnp.float32
+    parts = 6 if exact else 0
+    float8 = jnp.dtype(kernel.cache).itemsize == 1 and jnp.issubdtype(kernel.cache, jnp.floating)
+    operand = jnp.dtype(kernel.dtype).itemsize + 4 + (4 if float8 else 0) + parts
     for rows in kernel.rows:
         columns = _up(kernel.blocks.size * kernel.columns_per_key(rows), LANES)
-        held += 4 * 4 * _up(rows.count, SUBLANES) * columns
+        count, D = _up(rows.count, SUBLANES), _up(dims.D, LANES)
+        held += 4 * 4 * count * columns
         held += operand * columns * sum(_up(width, LANES) for width in kernel.widths)
-        held += 4 * _up(rows.heads * rows.count, SUBLANES) * _up(dims.D, LANES)
-        held += 4 * _up(rows.count, SUBLANES) * (_up(dims.Dv, LANES) + 2 * LANES)
+        held += (8 if exact else 4) * _up(rows.heads * rows.count, SUBLANES) * D
+        held += 4 * count * (_up(dims.Dv, LANES) + 2 * LANES)
+        held += parts * count * (columns + D)
         held += kernel.scaled * 2 * _tiled_bytes((rows.heads, rows.count, 3), jnp.float32)
     return held
 
