@@ -11,6 +11,8 @@ from harness import cotangents_for, with_gradients
 from harness.softmax import Case, call_case, check_refusal, refusals, segments
 
 RUNS = 10
+# XLA decides for whole programs whether cuDNN may sum in any order
+COMPILER_OPTIONS = {"cudnn": {"xla_gpu_exclude_nondeterministic_ops": True}}
 
 PLAIN = Case("plain", B=1, T=40, D=64, dtype="bfloat16", lse=False)
 CASES = (
@@ -29,7 +31,8 @@ def test_ten_runs_give_the_same_bits(case, platform):
         check_refusal(case, platform, reasons)
         return
     function, arrays = partial(call_case, case, platform), case.arrays()
-    program, cotangents = with_gradients(function), cotangents_for(function, arrays, case.dtype)
+    program = with_gradients(function, COMPILER_OPTIONS.get(platform.name))
+    cotangents = cotangents_for(function, arrays, case.dtype)
     first = jax.device_get(program(arrays, cotangents))
     for run in range(1, RUNS):
         again = jax.device_get(program(arrays, cotangents))

@@ -72,7 +72,8 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
 
 
 def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
-    # JAX has no public call for the backward alone (0.10 and 0.11); through jax.vjp the forward would run twice
+    # JAX has no public call for the backward alone (0.10 and 0.11); through jax.vjp the forward would run twice.
+    # No flag for determinism here: XLA overwrites force_deterministic with what the program's options say
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     none = jnp.zeros(0, call["query"].dtype)
