@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -13,7 +14,7 @@ from ejkernel.kernels.softmax import cudnn
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
-from ejkernel.ops.dispatch import run_here
+from ejkernel.ops.dispatch import choose, run_here
 
 HOPPER = Target("gpu", "nvidia_h200", "sm_90")
 B, T, H, D = 4, 128, 4, 64
@@ -81,6 +82,17 @@ def gradients(q, k, v, dout):
         return run_here(FLASH_ATTENTION, canonicalise(q, k, v, causal=True).on(HOPPER), "cudnn", None)["out"]
 
     return jax.vjp(attend, q, k, v)[1](dout)
+
+
+def test_auto_does_not_train_on_cudnn():
+    """Its gradients differ between runs; who forces it, or gives its Config, takes them."""
+    call = canonicalise(*(jnp.ones((B, T, H, D), jnp.bfloat16),) * 3).on(Target("gpu", "nvidia_a100", "sm_80"))
+    _, told = choose(FLASH_ATTENTION, call, None, None)  # nothing is measured: the first that can
+    assert told.platform == "cudnn" and told.training is not None and told.training.platform not in (None, "cudnn")
+    assert "not cudnn with a gradient: its gradients differ between runs" in str(told)
+    for platform, cfg in (("cudnn", None), (None, cudnn.Config())):
+        plan, _ = choose(FLASH_ATTENTION, call, platform, cfg)
+        assert plan is not None and plan.implementation is cudnn and plan.training is None
 
 
 def test_vmap_folds_into_the_batch():

@@ -190,6 +190,8 @@ def _print_explanation(console: Console, answer: "Explanation", forced: str | No
     table = screen.table("platform", "why not")
     for platform, reasons in answer.refusals.items():
         table.add_row(platform, "\n".join(f"- {reason}" for reason in reasons))
+    for platform, reasons in answer.avoided.items():
+        table.add_row(f"{platform}, with a gradient", "\n".join(f"- {reason}" for reason in reasons))
     console.print(table)
 
 

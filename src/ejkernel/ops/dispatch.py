@@ -61,6 +61,12 @@ class Explanation:
     refusals: dict[str, list[str]]
     training: "Explanation | None" = None
 
+    @property
+    def avoided(self) -> dict[str, list[str]]:
+        """Platforms that could do the call, and why they are not taken for its gradient."""
+        refused = {} if self.training is None else self.training.refusals
+        return {platform: reasons for platform, reasons in refused.items() if platform not in self.refusals}
+
     def __str__(self) -> str:
         lines = [f"{self.operation} on {self.target.kind}: {self.platform or 'nothing can run this'} ({self.reason})"]
         if self.platform is not None:
@@ -70,6 +76,7 @@ class Explanation:
             lines.append(f"  config: {other.config} (from {other.config_source})")
         for platform, reasons in self.refusals.items():
             lines += [f"  not {platform}: {reason}" for reason in reasons]
+        lines += [f"  not {p} with a gradient: {reason}" for p, reasons in self.avoided.items() for reason in reasons]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -162,6 +169,12 @@ def _config_refusals(operation: Operation, implementation: Any, platform: str, c
     return [] if given is None else check(call, given[0])
 
 
+def _against_training(operation: Operation, platform: str, call: Call) -> list[str]:
+    """What keeps auto from training on a platform that could."""
+    implementation = operation.load(platform, _emulated_backend(platform, call.target))
+    return getattr(implementation, "against_training", lambda call: [])(call)
+
+
 def _candidates(operation: Operation, call: Call, training: bool) -> tuple[list[str], str]:
     """Platforms in the order auto tries them, and where the order came from."""
     order = list(operation.preference.get(call.target.backend, ("xla",)))
@@ -187,7 +200,8 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
     if plan is None or not operation.differentiable:
         return plan, explanation
     # whether a gradient is asked for shows only when the call is traced, so the plan holds an answer for both
-    training, why = _choose_from(*_candidates(operation, call, training=True), operation, call, cfg, refused)
+    avoided = {p: reasons or _against_training(operation, p, call) for p, reasons in refused.items()}
+    training, why = _choose_from(*_candidates(operation, call, training=True), operation, call, cfg, avoided)
     if training is None or why.platform == explanation.platform:
         return plan, explanation
     return replace(plan, training=training), replace(explanation, training=why)

@@ -55,7 +55,8 @@ class Call:
 class Implementation(Protocol):
     """The six names of a platform file.
 
-    A seventh, `unsupported_config(call, config) -> list[str]`, is for platforms where a config may not fit the device.
+    A seventh, `unsupported_config(call, config) -> list[str]`, is for platforms where a config may not fit the device;
+    an eighth, `against_training(call) -> list[str]`, for gradients that auto must not take, though one may force them.
     """
 
     Config: type

@@ -42,6 +42,10 @@ def unsupported(call: Call) -> list[str]:
     return [reason for reason, holds in limits.items() if holds]
 
 
+def against_training(call: Call) -> list[str]:
+    return ["its gradients differ between runs (dq is added in any order); platform='cudnn' takes them"]
+
+
 def default_config(call: Call) -> Config:
     return Config()
 
