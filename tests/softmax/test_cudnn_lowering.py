@@ -88,11 +88,11 @@ def test_auto_does_not_train_on_cudnn():
     """Its gradients differ between runs; who forces it, or gives its Config, takes them."""
     call = canonicalise(*(jnp.ones((B, T, H, D), jnp.bfloat16),) * 3).on(Target("gpu", "nvidia_a100", "sm_80"))
     _, told = choose(FLASH_ATTENTION, call, None, None)  # nothing is measured: the first that can
-    assert told.platform == "cudnn" and told.training is not None and told.training.platform not in (None, "cudnn")
-    assert "not cudnn with a gradient: its gradients differ between runs" in str(told)
+    assert told.platform == "cudnn" and told.gradient is not None and told.gradient.platform not in (None, "cudnn")
+    assert "not cudnn for the gradient: its gradients differ between runs" in str(told)
     for platform, cfg in (("cudnn", None), (None, cudnn.Config())):
         plan, _ = choose(FLASH_ATTENTION, call, platform, cfg)
-        assert plan is not None and plan.implementation is cudnn and plan.training is None
+        assert plan is not None and plan.implementation is cudnn and plan.gradient is None
 
 
 def test_vmap_folds_into_the_batch():

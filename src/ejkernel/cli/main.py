@@ -184,14 +184,14 @@ def _print_explanation(console: Console, answer: "Explanation", forced: str | No
         chosen = f"[green]{answer.platform}[/] ({answer.reason})"
         console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: {chosen}")
         console.print(f"config: {answer.config} (from {answer.config_source})", markup=False)
-        if (other := answer.training) is not None:
-            console.print(f"with a gradient: [green]{other.platform}[/] ({other.reason})")
+        if (other := answer.gradient) is not None:
+            console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)
     table = screen.table("platform", "why not")
     for platform, reasons in answer.refusals.items():
         table.add_row(platform, "\n".join(f"- {reason}" for reason in reasons))
     for platform, reasons in answer.avoided.items():
-        table.add_row(f"{platform}, with a gradient", "\n".join(f"- {reason}" for reason in reasons))
+        table.add_row(f"{platform}, gradient", "\n".join(f"- {reason}" for reason in reasons))
     console.print(table)
 
 

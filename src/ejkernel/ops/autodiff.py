@@ -42,14 +42,14 @@ def execute(plan: Plan, arrays: Arrays) -> Arrays:
 
 
 def _execute_fwd(plan: Plan, arrays: Arrays):
-    outputs, residuals = _forward(plan.training or plan, arrays)
+    outputs, residuals = _forward(plan, arrays)
     return outputs, (arrays, residuals)
 
 
 def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays], cotangents: Arrays):
     arrays, residuals = saved
     floats = {name: ct for name, ct in cotangents.items() if ct.dtype != jax.dtypes.float0}
-    gradients = _backward(plan.training or plan, arrays, residuals, floats)
+    gradients = _backward(plan.gradient or plan, arrays, residuals, floats)
     return ({name: gradients.get(name) for name in arrays},)
 
 

@@ -104,15 +104,18 @@ class TunedConfigs:
         entry = self.entries.get(operation, {}).get(bucket, {}).get(platform)
         return None if entry is None else entry["config"]
 
-    def times(self, operation: str, bucket: str, training: bool = False) -> dict[str, float]:
-        """Measured microseconds by platform, of a forward, or of a forward and a backward."""
+    def times(self, operation: str, bucket: str, gradient: bool = False) -> dict[str, float]:
+        """Measured microseconds by platform, of a forward, or of the backward after it."""
         platforms = self.entries.get(operation, {}).get(bucket, {})
-        field = "training" if training else "microseconds"
-        return {platform: entry[field] for platform, entry in platforms.items() if field in entry}
+        if gradient:
+            return {
+                p: entry["training"] - entry["microseconds"] for p, entry in platforms.items() if "training" in entry
+            }
+        return {p: entry["microseconds"] for p, entry in platforms.items()}
 
-    def nearest(self, operation: str, bucket: str, training: bool = False) -> tuple[int, str] | None:
+    def nearest(self, operation: str, bucket: str, gradient: bool = False) -> tuple[int, str] | None:
         """The nearest bucket for which at least two platforms were measured, after the doublings to it."""
-        compared = [name for name in self.entries.get(operation, {}) if len(self.times(operation, name, training)) > 1]
+        compared = [name for name in self.entries.get(operation, {}) if len(self.times(operation, name, gradient)) > 1]
         near = [(apart, name) for name in compared if (apart := doublings(bucket, name)) is not None]
         return min(near, default=None)
 

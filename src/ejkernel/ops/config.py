@@ -59,16 +59,16 @@ def tuned_sources(target: Target) -> list[tuple[str, TunedConfigs]]:
     ]
 
 
-def measured_times(operation: Operation, call: Call, training: bool) -> tuple[str, dict[str, float]]:
+def measured_times(operation: Operation, call: Call, gradient: bool) -> tuple[str, dict[str, float]]:
     """Microseconds by platform where several were compared, and the bucket that was: the nearest to the call's."""
     bucket = operation.bucket(call)
     sources = [tuned for _, tuned in tuned_sources(call.target)]
-    nears = [(tuned.nearest(operation.name, bucket, training), tuned) for tuned in sources]
+    nears = [(tuned.nearest(operation.name, bucket, gradient), tuned) for tuned in sources]
     found = [(near, tuned) for near, tuned in nears if near is not None]
     if not found:
-        return measured_times(operation, call, training=False) if training else (bucket, {})
+        return measured_times(operation, call, gradient=False) if gradient else (bucket, {})
     (_, near), tuned = min(found, key=lambda one: one[0][0])  # of those equally near, the most specific source
-    return near, tuned.times(operation.name, near, training)
+    return near, tuned.times(operation.name, near, gradient)
 
 
 def build_config(implementation: Any, cfg: Any, platform: str) -> Any:

@@ -49,7 +49,7 @@ def interpreting() -> bool:
 class Explanation:
     """What would run, with which config, and why the other platforms would not.
 
-    `training` says the same for a call whose gradient is asked for, where that is another platform.
+    `gradient` says the same of its gradient, where that is another platform's.
     """
 
     operation: str
@@ -59,24 +59,24 @@ class Explanation:
     config_source: str | None
     reason: str
     refusals: dict[str, list[str]]
-    training: "Explanation | None" = None
+    gradient: "Explanation | None" = None
 
     @property
     def avoided(self) -> dict[str, list[str]]:
         """Platforms that could do the call, and why they are not taken for its gradient."""
-        refused = {} if self.training is None else self.training.refusals
+        refused = {} if self.gradient is None else self.gradient.refusals
         return {platform: reasons for platform, reasons in refused.items() if platform not in self.refusals}
 
     def __str__(self) -> str:
         lines = [f"{self.operation} on {self.target.kind}: {self.platform or 'nothing can run this'} ({self.reason})"]
         if self.platform is not None:
             lines.append(f"  config: {self.config} (from {self.config_source})")
-        if (other := self.training) is not None:
-            lines.append(f"  with a gradient: {other.platform} ({other.reason})")
+        if (other := self.gradient) is not None:
+            lines.append(f"  its gradient: {other.platform} ({other.reason})")
             lines.append(f"  config: {other.config} (from {other.config_source})")
         for platform, reasons in self.refusals.items():
             lines += [f"  not {platform}: {reason}" for reason in reasons]
-        lines += [f"  not {p} with a gradient: {reason}" for p, reasons in self.avoided.items() for reason in reasons]
+        lines += [f"  not {p} for the gradient: {reason}" for p, reasons in self.avoided.items() for reason in reasons]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -169,16 +169,16 @@ def _config_refusals(operation: Operation, implementation: Any, platform: str, c
     return [] if given is None else check(call, given[0])
 
 
-def _against_training(operation: Operation, platform: str, call: Call) -> list[str]:
-    """What keeps auto from training on a platform that could."""
+def _against_gradient(operation: Operation, platform: str, call: Call) -> list[str]:
+    """What keeps auto from the backward of a platform that has one."""
     implementation = operation.load(platform, _emulated_backend(platform, call.target))
-    return getattr(implementation, "against_training", lambda call: [])(call)
+    return getattr(implementation, "against_gradient", lambda call: [])(call)
 
 
-def _candidates(operation: Operation, call: Call, training: bool) -> tuple[list[str], str]:
+def _candidates(operation: Operation, call: Call, gradient: bool) -> tuple[list[str], str]:
     """Platforms in the order auto tries them, and where the order came from."""
     order = list(operation.preference.get(call.target.backend, ("xla",)))
-    bucket, times = configs.measured_times(operation, call, training)
+    bucket, times = configs.measured_times(operation, call, gradient)
     if times:
         fastest = sorted((p for p in times if p in PLATFORMS), key=lambda p: times[p])
         order = fastest + [p for p in order if p not in times]
@@ -196,15 +196,14 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
     refused = {p: refusals(operation, p, call, cfg) for p in PLATFORMS}
     if platform not in (None, "auto"):
         return _choose_from([str(platform)], "forced by platform=", operation, call, cfg, refused)
-    plan, explanation = _choose_from(*_candidates(operation, call, training=False), operation, call, cfg, refused)
-    if plan is None or not operation.differentiable:
+    plan, explanation = _choose_from(*_candidates(operation, call, gradient=False), operation, call, cfg, refused)
+    if plan is None or not operation.differentiable or cfg is not None:  # a config is for one platform
         return plan, explanation
-    # whether a gradient is asked for shows only when the call is traced, so the plan holds an answer for both
-    avoided = {p: reasons or _against_training(operation, p, call) for p, reasons in refused.items()}
-    training, why = _choose_from(*_candidates(operation, call, training=True), operation, call, cfg, avoided)
-    if training is None or why.platform == explanation.platform:
+    avoided = {p: reasons or _against_gradient(operation, p, call) for p, reasons in refused.items()}
+    gradient, why = _choose_from(*_candidates(operation, call, gradient=True), operation, call, cfg, avoided)
+    if gradient is None or why.platform == explanation.platform:
         return plan, explanation
-    return replace(plan, training=training), replace(explanation, training=why)
+    return replace(plan, gradient=gradient), replace(explanation, gradient=why)
 
 
 def _choose_from(

@@ -55,8 +55,10 @@ class Call:
 class Implementation(Protocol):
     """The six names of a platform file.
 
-    A seventh, `unsupported_config(call, config) -> list[str]`, is for platforms where a config may not fit the device;
-    an eighth, `against_training(call) -> list[str]`, for gradients that auto must not take, though one may force them.
+    The residuals of an operation are the same arrays on every platform, so that one's backward may follow another's
+    forward. A seventh name, `unsupported_config(call, config) -> list[str]`, is for platforms where a config may not
+    fit the device; an eighth, `against_gradient(call) -> list[str]`, for a backward that auto must not take, though
+    one may force it.
     """
 
     Config: type
@@ -141,7 +143,7 @@ def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operatio
 class Plan:
     """Everything static about one execution: hashable, so that it can key traces.
 
-    `training` is the plan that takes over where a gradient is asked for, if another one is faster there.
+    `gradient` is the plan of the backward, where that is another platform's.
     """
 
     operation: Operation
@@ -149,7 +151,7 @@ class Plan:
     config: Hashable
     spec: Hashable
     target: Target
-    training: "Plan | None" = None
+    gradient: "Plan | None" = None
 
     def call(self, arrays: Arrays) -> Call:
         return Call(self.spec, arrays, self.target)

@@ -65,9 +65,10 @@ def _explained(case: Case, platform: str) -> Explanation:
 
 
 def choice(case: Case) -> dict[str, str | None]:
-    """The platforms that auto takes, by pass."""
+    """The platforms that auto takes, by pass; two for forward and backward where they differ."""
     told = _explained(case, "auto")
-    return {FORWARD: told.platform, BOTH: (told.training or told).platform}
+    both = told.platform if told.gradient is None else f"{told.platform}, {told.gradient.platform}"
+    return {FORWARD: told.platform, BOTH: both}
 
 
 def _ours(platform: str) -> Contender:

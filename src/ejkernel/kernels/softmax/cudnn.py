@@ -42,7 +42,7 @@ def unsupported(call: Call) -> list[str]:
     return [reason for reason, holds in limits.items() if holds]
 
 
-def against_training(call: Call) -> list[str]:
+def against_gradient(call: Call) -> list[str]:
     return ["its gradients differ between runs (dq is added in any order); platform='cudnn' takes them"]
 
 
