@@ -27,7 +27,7 @@ def attend(case, platform, ours_first, arrays):
     return {"out": execute(replace(first, gradient=second), call.arrays)["out"]}
 
 
-@pytest.mark.parametrize("ours_first", (True, False), ids=("forward", "backward"))
+@pytest.mark.parametrize("ours_first", [True, False], ids=("forward", "backward"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradients_cross_platforms(case, ours_first, platform):
     if runs(case, platform):

@@ -26,7 +26,7 @@ Attend = Callable[[Case, Arrays, jax.Array, jax.Array, jax.Array], jax.Array]
 
 def all_contenders(backend: str, platforms: list[str] | None) -> list[Contender]:
     """Everybody, present or not: ours first."""
-    worth = {"cpu": ["xla"], "gpu": ["triton", "pallas", "cudnn"]}.get(backend, ["pallas", "xla"])
+    worth = {"cpu": ["xla"], "gpu": ["auto", "triton", "pallas", "cudnn"]}.get(backend, ["pallas", "xla"])
     ours = [_ours(platform) for platform in platforms or worth]
     return [*ours, *(_in_jax(*peer) for peer in JAX_PEERS), *torch_peers.peers()]
 
