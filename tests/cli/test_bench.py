@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections import deque
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ejkernel.bench import measure, softmax, timing
-from ejkernel.bench.benchmark import BOTH, FORWARD, Contender
+from ejkernel.bench.benchmark import BOTH, FORWARD, Contender, jax_program
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
 from ejkernel.bench.report import tuned
 from ejkernel.bench.softmax import cases as softmax_cases
@@ -67,6 +68,36 @@ def contender(name, change=None, *, error=None, refusal=None, platform=None):
     return Contender(name, name, build, refusal=lambda case: refusal, platform=platform)
 
 
+def test_paged(tmp_path, monkeypatch):
+    """Decoding and a mixed batch, and what a decode must read."""
+    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    kept = tmp_path / "run.json"
+    result = run("paged", "--quick", "--repeats", "1", "--json", str(kept), "--plot", str(tmp_path / "run.svg"))
+    assert result.exit_code == 0, result.output
+    assert "every answer right" in result.output and "refused: one call is for one number of tokens" in result.output
+    found = {(r["case"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
+    decode, mixed = "decode B4 S64 page 16 H8 Hkv2 D64", "mixed 1 x 32 tokens + B3 S64 page 16 H8 Hkv2 D64"
+    assert all(found[case, OURS]["status"] == "ok" for case in (decode, mixed))
+    ours = found[decode, OURS]
+    assert ours["rate"] == pytest.approx(2 * 4 * 64 * 2 * 64 * 4 / ours["milliseconds"] / 1e9, rel=1e-3)
+    assert ours["tuning"]["operations"] == ["page_attention"]
+    assert found[mixed, OURS]["tuning"]["operations"] == ["ragged_page_attention"]
+
+
+def test_a_chain_of_calls_is_timed_as_one_program():
+    """Each result is the next call's array, and a call's share of the time is what counts."""
+    made = []
+
+    def double(arrays):
+        made.append("traced")
+        return {"y": 2 * arrays["x"]}
+
+    program = jax_program(double, {"x": np.ones(4, np.float32)}, nullcontext(), chain=("x", "y", 10))
+    assert len(made) == 2  # for one call, and for ten
+    assert np.asarray(program.results()["y"]).tolist() == [2.0] * 4
+    assert 0 < program.seconds(1) < program.seconds(1000)
+
+
 def test_a_whole_run(toy, tmp_path):
     toy(CAUSAL, DOCUMENTS)
     kept, picture, tuned = tmp_path / "deep" / "run.json", tmp_path / "run.png", tmp_path / "tuned.json"
@@ -87,7 +118,7 @@ def test_a_whole_run(toy, tmp_path):
         assert row["status"] == "ok", row
         assert len(row["samples"]) == 2 and row["first_call_seconds"] > 0 and row["calls"] >= 1
         one = next(c for c in (CAUSAL, DOCUMENTS) if c.name == case)
-        assert row["tflops"] == pytest.approx(one.flops(what) / row["milliseconds"] / 1e9, rel=1e-3)
+        assert row["rate"] == pytest.approx(one.amount(what) / row["milliseconds"] / 1e9, rel=1e-3)
         assert set(row["errors"]) == ({"out"} if what == FORWARD else {"out", "dquery", "dkey", "dvalue"})
     assert rows[CAUSAL.name, FORWARD, OURS]["temporary_megabytes"] > 0
 
@@ -184,8 +215,8 @@ def test_flops_count_the_pairs_that_are_seen():
     }
     for mask, pairs in seen.items():
         case = Case("x", 2, 64, 4, 2, 8, mask, "float32", window=16 if mask == "window" else None, documents=4)
-        assert case.flops(FORWARD) == 4 * 2 * 4 * 8 * pairs.sum(), mask
-        assert case.flops(BOTH) == 3.5 * case.flops(FORWARD)
+        assert case.amount(FORWARD) == 4 * 2 * 4 * 8 * pairs.sum(), mask
+        assert case.amount(BOTH) == 3.5 * case.amount(FORWARD)
 
 
 # Timing and processes ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Result:
     """How a contender did one pass of a case.
 
     `status` is "ok", "wrong", "refused" (it says that it cannot), "failed" or "skipped"; the last three have a reason.
+    `rate` is in 10^12 operations or bytes a second.
     """
 
     case: str
@@ -31,7 +32,7 @@ class Result:
     status: str
     reason: str = ""
     milliseconds: float | None = None
-    tflops: float | None = None
+    rate: float | None = None
     samples: list[float] = field(default_factory=list)
     calls: int | None = None
     first_call_seconds: float | None = None
@@ -98,7 +99,7 @@ class _Bench:
             dataclasses.replace(
                 result,
                 milliseconds=one.median * 1e3,
-                tflops=self.case.flops(result.what) / one.median / 1e12,
+                rate=self.case.amount(result.what) / one.median / 1e12,
                 samples=[seconds * 1e3 for seconds in one.seconds],
                 calls=one.calls,
             )

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench.report import Document, where
+from ejkernel.bench.report import RATES, Document, where
 
 # Okabe and Ito's colours, which everybody can tell apart; ours strong, peers after them
 OURS = ("#0072B2", "#D55E00", "#009E73", "#000000")
@@ -42,7 +42,7 @@ def _label(found: Document, case: str, cases: list[str]) -> str:
 
 
 def _panel(axes: Any, found: Document, cases: list[str], what: str, unit: str) -> None:
-    field, digits = ("tflops", "%.0f") if unit == "TFLOP/s" else ("milliseconds", "%.3g")
+    field, digits = ("rate", RATES[unit]) if unit in RATES else ("milliseconds", ".3g")
     values = {
         (r["case"], r["contender"]): r[field]
         for r in found["results"]
@@ -58,10 +58,10 @@ def _panel(axes: Any, found: Document, cases: list[str], what: str, unit: str) -
         edge = {"edgecolor": "black", "linewidth": 0.8} if ours else {"edgecolor": "white", "linewidth": 0.4}
         heights = [values.get((case, name), float("nan")) for case in cases]
         bars = axes.bar(at, heights, width, label=name, color=colors[name], **edge)
-        texts = ["" if value != value else digits % value for value in heights]
+        texts = ["" if value != value else f"{value:{digits}}" for value in heights]
         axes.bar_label(bars, texts, fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(cases)), [_label(found, case, cases) for case in cases])
-    axes.set_ylabel(unit if unit == "TFLOP/s" else f"{unit} (less is better)")
+    axes.set_ylabel(unit if unit in RATES else f"{unit} (less is better)")
     if unit == "ms" and values and max(values.values()) > 20 * min(values.values()):
         axes.set_yscale("log")
     axes.margins(y=0.18)
@@ -89,7 +89,7 @@ def draw(found: Document, path: Path) -> None:
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     ordered = {name: handles[name] for name in found["contenders"] if name in handles}
     figure.legend(ordered.values(), ordered.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    figure.supxlabel(textwrap.fill(where(found), 160), fontsize=7)
+    figure.supxlabel(textwrap.fill(where(found), 80 * len(passes)), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

@@ -15,6 +15,9 @@ from ejkernel.ops import TunedConfigs
 SCHEMA = 1
 AUTO = "†"  # beside the time of the platform that auto takes
 
+# how rates are written, by unit
+RATES = {"TFLOP/s": ".0f", "TB/s": ".2f"}
+
 # `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
 # `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
 Document = dict[str, Any]
@@ -94,9 +97,7 @@ def line(result: Result) -> str:
     if result.milliseconds is None:
         told = f"{result.status}: {result.reason}"
     else:
-        told = (
-            f"{result.milliseconds:.3f} ms, {result.tflops:.3g} TFLOP/s, first call {result.first_call_seconds:.1f} s"
-        )
+        told = f"{result.milliseconds:.3f} ms, first call {result.first_call_seconds:.1f} s"
         told += f", WRONG: {_errors(dataclasses.asdict(result))}" if result.status == "wrong" else ""
     return f"{result.case}, {result.what}, {result.contender}: {told}"
 
@@ -164,7 +165,7 @@ def _cell(result: dict[str, Any] | None, unit: str, fastest: float | None, by_au
     if result["status"] != "ok":
         status: str = result["status"]
         return Cell({"wrong": "WRONG", "refused": "-"}.get(status, status), bad=status in ("wrong", "failed"))
-    value = f"{result['tflops']:.0f}" if unit == "TFLOP/s" else _milliseconds(result["milliseconds"])
+    value = _milliseconds(result["milliseconds"]) if unit == "ms" else f"{result['rate']:{RATES[unit]}}"
     return Cell(value + (AUTO if by_auto else ""), best=result["milliseconds"] == fastest)
 
 

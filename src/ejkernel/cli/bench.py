@@ -79,6 +79,24 @@ def softmax(
     _run("softmax", Options(**locals()))
 
 
+@app.command()
+def paged(
+    case: CaseFilter = None,
+    platform: Platforms = None,
+    peer: Peers = None,
+    json: Json = None,
+    plot: Plot = None,
+    tuned: Tuned = None,
+    repeats: Repeats = 7,
+    quick: Quick = False,
+    only_list: List = False,
+    budget: Budget = None,
+    jobs: Jobs = None,
+) -> None:
+    """Decoding and mixed batches on a paged cache, against dense attention on a contiguous one."""
+    _run("paged", Options(**locals()))
+
+
 def _run(name: str, options: Options) -> None:
     deadline = time.monotonic() + (float("inf") if options.budget is None else options.budget)
     # JAX would take most of the memory, and PyTorch is to live beside it

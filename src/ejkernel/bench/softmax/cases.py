@@ -53,7 +53,7 @@ class Case:
     def facts(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def flops(self, what: str) -> float:
+    def amount(self, what: str) -> float:
         """Two matmuls over the pairs that are seen; 2.5 times that for a backward. Causal counts half of T * T."""
         T, W = self.T, self.window or 0
         pairs = {

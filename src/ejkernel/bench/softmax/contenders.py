@@ -1,6 +1,5 @@
 """Who takes part: ours on each platform, and what JAX offers. PyTorch's are in `torch_peers`."""
 
-import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.bench.benchmark import BOTH, FORWARD, Arrays, Contender, Program, Quiet, jax_program
+from ejkernel.bench.ours import ours
 from ejkernel.bench.softmax import torch_peers
 from ejkernel.bench.softmax.cases import Case
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION, bucket
@@ -27,8 +27,7 @@ Attend = Callable[[Case, Arrays, jax.Array, jax.Array, jax.Array], jax.Array]
 def all_contenders(backend: str, platforms: list[str] | None) -> list[Contender]:
     """Everybody, present or not: ours first."""
     worth = {"cpu": ["xla"], "gpu": ["auto", "triton", "pallas", "cudnn"]}.get(backend, ["pallas", "xla"])
-    ours = [_ours(platform) for platform in platforms or worth]
-    return [*ours, *(_in_jax(*peer) for peer in JAX_PEERS), *torch_peers.peers()]
+    return [*map(_ours, platforms or worth), *(_in_jax(*peer) for peer in JAX_PEERS), *torch_peers.peers()]
 
 
 def _build(attend: Attend, case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
@@ -75,30 +74,10 @@ def _ours(platform: str) -> Contender:
     def attend(case: Case, arrays: Arrays, *qkv: jax.Array) -> jax.Array:
         return flash_attention(*qkv, **_options(case, arrays), platform=platform)
 
-    def refusal(case: Case) -> str | None:
-        told = _explained(case, platform)
-        return None if told.platform else "; ".join(told.refusals.get(platform, ["no platform can"]))
-
-    def tuning(case: Case) -> dict[str, Any]:
-        told = _explained(case, platform)
-        return {
-            "operations": [FLASH_ATTENTION.name, SCALED_DOT_PRODUCT_ATTENTION.name],
-            "bucket": _bucket(case),
-            "platform": told.platform,
-            "config": None if told.config_source == "default" else dataclasses.asdict(told.config),
-        }
-
-    return Contender(
-        key=f"ejkernel-{platform}",
-        name=f"ejkernel {platform}",
-        build=partial(_build, attend),
-        refusal=refusal,
-        tuning=tuning,
-        platform=platform,
-    )
+    return ours(platform, partial(_build, attend), _explained, _place)
 
 
-def _bucket(case: Case) -> str:
+def _place(case: Case) -> tuple[list[str], str]:
     found: list[str] = []
 
     def call(arrays: Arrays) -> None:
@@ -106,7 +85,7 @@ def _bucket(case: Case) -> str:
         found.append(bucket(canonicalise(*qkv, **_options(case, arrays))))
 
     jax.eval_shape(call, _structs(case))
-    return found[0]
+    return [FLASH_ATTENTION.name, SCALED_DOT_PRODUCT_ATTENTION.name], found[0]
 
 
 # Peers in JAX -----------------------------------------------------------------------------------------------

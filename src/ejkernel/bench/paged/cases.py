@@ -1,0 +1,164 @@
+"""The cases, the bytes they must read, their inputs, and what is right."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.bench.answers import Truth
+from ejkernel.bench.benchmark import FORWARD, Arrays, Quiet
+from ejkernel.kernels.softmax.reference import reference
+from ejkernel.kernels.softmax.spec import canonicalise
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of two kinds against pages in random order: `chunks` of new tokens, and single tokens to decode.
+
+    A decoded token sees `keys` keys; the tokens of a chunk are all that there is of their sequence.
+    """
+
+    group: str
+    decodes: int
+    keys: int
+    page: int
+    H: int
+    Hkv: int
+    D: int
+    dtype: str
+    cache: str
+    unit: str
+    chunks: int = 0
+    chunk: int = 0
+    passes: tuple[str, ...] = (FORWARD,)
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.chunks} x {self.chunk} tokens"] if self.chunks else []
+        parts += [f"B{self.decodes} S{self.keys}"] if self.decodes else []
+        cache = "" if self.cache == self.dtype else f" {self.cache}"
+        return f"{self.group} {' + '.join(parts)} page {self.page} H{self.H} Hkv{self.Hkv} D{self.D}{cache}"
+
+    @property
+    def even(self) -> bool:
+        """Whether every sequence has one new token."""
+        return not self.chunks
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.asarray([self.chunk] * self.chunks + [self.keys] * self.decodes, np.int32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """New ones of every sequence."""
+        return np.asarray([self.chunk] * self.chunks + [1] * self.decodes, np.int32)
+
+    def facts(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def amount(self, what: str) -> float:
+        """Bytes of keys and values, each read once."""
+        return 2.0 * int(self.lengths.sum()) * self.Hkv * self.D * jnp.dtype(self.cache).itemsize
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        sequences, pages = len(self.lengths), -(-int(self.lengths.max()) // self.page)
+        total = (sequences * pages, self.page)
+        caches = {"key_cache": (*total, self.Hkv, self.D), "value_cache": (*total, self.Hkv, self.D)}
+        if not self.even:
+            caches = {"kv_pages": (*total, 2 * self.Hkv, self.D)}
+        integers = {"context_lens": (sequences,), "block_tables": (sequences, pages)}
+        if not self.even:
+            integers |= {"query_start_loc": (sequences + 1,), "num_seqs": ()}
+        shapes = {"query": ((int(self.tokens.sum()), self.H, self.D), self.dtype)}
+        shapes |= {name: (shape, self.cache) for name, shape in caches.items()}
+        return shapes | {name: (shape, "int32") for name, shape in integers.items()}
+
+
+def all_cases(backend: str, quick: bool) -> list[Case]:
+    """The most telling first. A CPU gets sizes that it can do."""
+    if backend == "cpu":
+        keys, page = (64, 16) if quick else (2048, 64)
+        sizes = {"H": 8, "Hkv": 2, "D": 64, "dtype": "float32", "cache": "float32"}
+        decode = partial(Case, "decode", unit="ms", **sizes)
+        mixed = partial(Case, "mixed", unit="ms", **sizes)
+        return [decode(4, keys, page), mixed(3, keys, page, chunks=1, chunk=keys // 2)]
+    sizes = {"H": 32, "Hkv": 8, "D": 128, "dtype": "bfloat16"}
+    decode = partial(Case, "decode", unit="TB/s", **{"cache": "bfloat16", **sizes})
+    mixed = partial(Case, "mixed", unit="ms", **{"cache": "bfloat16", **sizes})
+    cases = [decode(32, 8192, 64), decode(32, 8192, 64, cache="float8_e4m3fn"), decode(1, 8192, 64)]
+    if quick:
+        return cases
+    return [
+        *cases,
+        decode(128, 4096, 64),
+        decode(1, 131072, 64),
+        decode(32, 8192, 16),
+        decode(32, 8192, 64, cache="float8_e5m2"),
+        decode(32, 8192, 64, cache="int8"),
+        mixed(60, 8192, 64, chunks=4, chunk=2048),
+        mixed(0, 0, 64, chunks=4, chunk=2048),
+        mixed(60, 8192, 64),
+    ]
+
+
+class Serving:
+    """A case with its inputs on the device."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        keys = iter(jax.random.split(jax.random.key(0), 4))
+        fill = jax.jit(_random, static_argnums=(1, 2))
+        shapes = case.shapes()
+        self.arrays: Arrays = {n: fill(next(keys), *shape) for n, shape in shapes.items() if shape[1] != "int32"}
+        table = np.random.default_rng(0).permutation(np.prod(shapes["block_tables"][0]))
+        integers = {"context_lens": case.lengths, "block_tables": table.reshape(shapes["block_tables"][0])}
+        if not case.even:
+            integers |= {"query_start_loc": np.cumsum([0, *case.tokens]), "num_seqs": np.asarray(len(case.lengths))}
+        self.arrays |= {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()}
+
+    def truths(self, quiet: Quiet) -> list[Truth]:
+        """Of the output, by the definition of dense attention, one sequence after another."""
+        exact, naive = (self._defined(jnp.dtype(dtype), quiet) for dtype in ("float32", self.case.dtype))
+        return [Truth.of({"out": exact}, {"out": naive})]
+
+    def _defined(self, dtype: Any, quiet: Quiet) -> jax.Array:
+        starts = np.cumsum([0, *self.case.tokens])
+        with quiet:
+            parts = [
+                _one_sequence(dtype, int(length), self.arrays["query"][first:last], self._pages(n))
+                for n, (length, first, last) in enumerate(zip(self.case.lengths, starts, starts[1:], strict=False))
+            ]
+            return jax.block_until_ready(jnp.concatenate(parts))
+
+    def _pages(self, n: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a sequence, in order."""
+        table = self.arrays["block_tables"][n]
+        if self.case.even:
+            return self.arrays["key_cache"][table], self.arrays["value_cache"][table]
+        pages = self.arrays["kv_pages"][table]
+        return pages[:, :, ::2], pages[:, :, 1::2]
+
+
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    x = jax.random.normal(key, shape, jnp.bfloat16)
+    return jnp.round(30 * x).astype(dtype) if dtype == "int8" else x.astype(dtype)
+
+
+# rows of logits at a time: all of a long chunk would not fit
+_ROWS = 256
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _one_sequence(dtype: Any, length: int, query: jax.Array, pages: tuple[jax.Array, jax.Array]) -> jax.Array:
+    key, value = (x.reshape(-1, *x.shape[2:])[None, :length].astype(dtype) for x in pages)
+    T = len(query)
+    blocks = []
+    for start in range(0, T, _ROWS):
+        rows, seen = query[start : start + _ROWS], length - T + min(start + _ROWS, T)
+        call = canonicalise(rows[None].astype(dtype), key[:, :seen], value[:, :seen], causal=True)
+        blocks.append(reference(call, dtype)["out"][0])
+    return jnp.concatenate(blocks)
