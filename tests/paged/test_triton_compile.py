@@ -58,10 +58,15 @@ def test_decode_streams_the_cache():
     assert report.registers <= 168 and 2 * (report.shared_bytes + 1024) <= 228 * 1024
 
 
-def test_decode_of_8_bits_converts_in_pairs():
-    report = decode(64, "float8_e4m3fn")
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_decode_of_8_bits_moves_no_single_byte(cache):
+    report = decode(64, cache)
     assert not report.problems or report.spill_bytes <= 16, report
-    assert "cvt.rn.f16x2.e4m3x2" in report.ptx
+    # queries 8, keys 4, values 4 and weights 4, in the loop over full blocks and in the one over masked blocks
+    assert len(re.findall(r"ldmatrix\S+x4", report.ptx)) == 2 * 20
+    assert not re.search(r"(ld|st)\.shared\S*[bsu]8", report.ptx)
+    assert not re.search(r"cp\.async\.ca", report.ptx)
+    assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", report.ptx)) == (2 * 64 if cache == "float8_e4m3fn" else 0)
 
 
 @pytest.mark.parametrize(

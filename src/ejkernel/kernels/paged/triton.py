@@ -136,8 +136,8 @@ def search_space(call: Call) -> list[Config]:
     return found
 
 
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+def _power_of_two(n: int, least: int = 16) -> int:
+    return max(least, 1 << (n - 1).bit_length())
 
 
 def _decode_rows(dims: Dimensions, tokens: int) -> int:
@@ -194,6 +194,8 @@ class _Launch:
             "s_v_scale": step("v_scale", dims.Hkv),
         }
         both = 2 if interleaved else 1
+        paired = key.dtype.itemsize == 1 and dims.D % 2 == dims.Dv % 2 == 0
+        least = 32 if paired else 16
         self.constants = {
             "HKV": dims.Hkv,
             "G": dims.G,
@@ -201,8 +203,8 @@ class _Launch:
             "L": dims.L,
             "D": dims.D,
             "DV": dims.Dv,
-            "BD": _power_of_two(dims.D),
-            "BDV": _power_of_two(dims.Dv),
+            "BD": _power_of_two(dims.D, least),
+            "BDV": _power_of_two(dims.Dv, least),
             "K_TOKEN": both * dims.Hkv * dims.D,
             "V_TOKEN": both * dims.Hkv * dims.Dv,
             "K_HEAD": both * dims.D,
@@ -218,6 +220,8 @@ class _Launch:
             "K_SCALED": "k_scale" in call,
             "V_SCALED": "v_scale" in call,
             "NARROW": key.dtype.itemsize == 1 and call["query"].dtype == jnp.bfloat16,
+            "PAIRED": paired,
+            "PTX": call.target.capability > 0,  # 0: in the interpreter
             "PRECISION": "tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
         }
 

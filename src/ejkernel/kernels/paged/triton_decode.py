@@ -76,6 +76,8 @@ def decode_kernel(
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
     NARROW: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """With SPLITS > 1 the outputs are parts: p_out (B, N, HKV, SPLITS, R, DV), p_lse the sums, p_top the maxima."""
@@ -114,15 +116,17 @@ def decode_kernel(
         b_sum = tl.where(b_top == float("-inf"), 0.0, 1.0)
     if K_SCALED:
         scale *= tl.load(p_k_scale + i_b * s_k_scale + i_h)
-    # (BR, BD), (BR,)
-    b_q, b_scale = load_queries(p_q, (i_b.to(tl.int64) * T + o_token) * H + o_head, m_r, scale, D, BD, NARROW)
+    o_row = (i_b.to(tl.int64) * T + o_token) * H + o_head
+    # (BR, BD) twice, (BR,)
+    b_q, b_q_odd, b_scale = load_queries(p_q, o_row, m_r, scale, D, BD, NARROW, PAIRED)
     b_top, b_sum, b_out = walk(
-        b_q, position + o_r // G, b_top, b_sum,
+        b_q, b_q_odd, position + o_r // G, b_top, b_sum,
         p_k + (i_b.to(tl.int64) * s_k * K_TOKEN + i_h * K_HEAD),
         p_v + (i_b.to(tl.int64) * s_v * V_TOKEN + i_h * V_HEAD + V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
         low, high, i_begin, i_end, i_full, i_full_last, b_scale, soft_cap,
-        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, MOST_TOKENS > 1, CAPPED, TABLE, PRECISION,
+        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, MOST_TOKENS > 1, CAPPED, TABLE, PAIRED, PTX,
+        PRECISION,
     )  # fmt: skip
 
     if SPLITS == 1:

@@ -71,41 +71,115 @@ def cache_rows(p_table, i_n, i_k, high, P, L: tl.constexpr, BK: tl.constexpr, TA
 
 
 @triton.jit
-def load_queries(p_q, o_row, m_row, scale, D: tl.constexpr, BD: tl.constexpr, NARROW: tl.constexpr):
-    """Query rows (BR, BD), zeros where hidden and past D, and what to multiply their products with keys by, (BR,).
+def load_queries(
+    p_q, o_row, m_row, scale, D: tl.constexpr, BD: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr
+):
+    """Query rows (BR, BD), twice; zeros where hidden and past D. And what turns their products into logits, (BR,).
 
-    NARROW: the cache has 8 bits, which become float16 in one instruction and bfloat16 in many. Then the queries are
-    float16 too, their largest entry brought near 1, so that nothing overflows and they lose nothing.
+    PAIRED: their even columns and their odd ones, (BR, BD // 2) each. NARROW: the cache has 8 bits, which become
+    float16 in few instructions and bfloat16 in many. Then the queries are float16 too, their largest entry brought
+    near 1, so that nothing overflows and they lose nothing.
     """
-    o_d = tl.arange(0, BD)
-    b_q = tl.load(p_q + o_row[:, None] * D + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    STEP: tl.constexpr = 2 if PAIRED else 1
+    o_d = tl.arange(0, BD // STEP) * STEP
+    p_tile = p_q + o_row[:, None] * D + o_d[None, :]
+    m_tile = m_row[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_tile, mask=m_tile, other=0.0)
+    b_odd = b_q
+    if PAIRED:
+        b_odd = tl.load(p_tile + 1, mask=m_tile, other=0.0)
     b_scale = tl.zeros_like(o_row).to(tl.float32) + scale
     if NARROW:
-        b_largest = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+        b_largest = tl.max(tl.maximum(tl.abs(b_q.to(tl.float32)), tl.abs(b_odd.to(tl.float32))), 1)
         b_unit = tl.exp2(tl.floor(tl.log2(tl.where(b_largest > 0.0, b_largest, 1.0))))
         b_q = (b_q.to(tl.float32) / b_unit[:, None]).to(tl.float16)
+        b_odd = (b_odd.to(tl.float32) / b_unit[:, None]).to(tl.float16)
         b_scale *= b_unit
-    return b_q, b_scale
+    return b_q, b_odd, b_scale
+
+
+# two int16 in a register, $2, to the float16 of their low bytes, $0, and of their high bytes, $1
+FROM_E4M3 = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+# the upper byte of the same float16
+FROM_E5M2 = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x2404;
+    and.b32 $1, $2, 0xff00ff00;
+}""")
+# x + 128 is the last byte of the float16 1024 + 128 + x
+FROM_INT8 = tl.constexpr("""{
+    .reg .b32 bytes, low, high, base;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 low, bytes, 0x64, 0x4240;
+    prmt.b32 high, bytes, 0x64, 0x4341;
+    mov.b32 base, 0x64806480;
+    sub.f16x2 $0, low, base;
+    sub.f16x2 $1, high, base;
+}""")
 
 
 @triton.jit
-def load_cache(p, b_row, m_row, STRIDE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of one head of the cache, (BK, BD); zeros where hidden and past D."""
-    o_d = tl.arange(0, BD)
-    p_tile = p + b_row[:, None] * STRIDE + o_d[None, :]
-    if MASKED and D != BD:
-        return tl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(p_tile, mask=m_row[:, None], other=0.0)
-    elif D != BD:
-        return tl.load(p_tile, mask=(o_d < D)[None, :], other=0.0)
+def widen(b, TYPE: tl.constexpr, PTX: tl.constexpr):
+    """The low and the high bytes of int16, numbers of an 8-bit type, as float16, which holds all of them exactly.
+
+    In PTX, which the interpreter cannot run, for two int16 at a time: a matmul's operand has them in one register.
+    """
+    if PTX:
+        CODE: tl.constexpr = FROM_E4M3 if TYPE.is_fp8e4nv() else FROM_E5M2 if TYPE.is_fp8e5() else FROM_INT8
+        return tl.inline_asm_elementwise(CODE, "=&r,=r,r", [b], (tl.float16, tl.float16), is_pure=True, pack=2)
     else:
-        return tl.load(p_tile)
+        b_low, b_high = b.to(tl.int8), (b >> 8).to(tl.int8)
+        return b_low.to(TYPE, bitcast=True).to(tl.float16), b_high.to(TYPE, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def load_cache(
+    p, b_row, m_row, STRIDE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
+    PAIRED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Rows of one head of the cache (BK, BD), twice; zeros where hidden and past D.
+
+    PAIRED: their even columns and their odd ones, (BK, BD // 2) each, as float16. Numbers of 8 bits are read in pairs,
+    as int16: shared memory gives a matmul's operands many of those at a time, and bytes one by one.
+    """
+    STEP: tl.constexpr = 2 if PAIRED else 1
+    TYPE: tl.constexpr = p.dtype.element_ty
+    if PAIRED:
+        p = p.to(tl.pointer_type(tl.int16))
+    o_d = tl.arange(0, BD // STEP)
+    p_tile = p + b_row[:, None] * (STRIDE // STEP) + o_d[None, :]
+    if MASKED and D != BD:
+        b = tl.load(p_tile, mask=m_row[:, None] & (o_d < D // STEP)[None, :], other=0.0)
+    elif MASKED:
+        b = tl.load(p_tile, mask=m_row[:, None], other=0.0)
+    elif D != BD:
+        b = tl.load(p_tile, mask=(o_d < D // STEP)[None, :], other=0.0)
+    else:
+        b = tl.load(p_tile)
+    if PAIRED:
+        return widen(b, TYPE, PTX)
+    else:
+        return b, b
+
+
+@triton.jit
+def mark_keys(b_s, b_v):
+    """0 * nan is nan: what is not finite stays out of the product and marks its key's logits instead."""
+    m_fine = (b_v - b_v) == 0.0
+    b_s = tl.where((tl.min(m_fine.to(tl.int32), 1) == 0)[None, :], float("nan"), b_s)
+    return b_s, tl.where(m_fine, b_v, 0.0).to(b_v.dtype)
 
 
 @triton.jit
 def walk(
     b_q,
+    b_q_odd,
     b_position,
     b_top,
     b_sum,
@@ -136,19 +210,22 @@ def walk(
     SEVERAL: tl.constexpr,
     CAPPED: tl.constexpr,
     TABLE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The running softmax (in base 2) of query rows b_q (BR, BD) over blocks i_first .. i_last of their keys.
 
     Blocks i_full .. i_full_last are seen whole by every row and need no mask. SEVERAL says that the rows are of several
-    tokens, so that one may see a key that another does not.
+    tokens, so that one may see a key that another does not. PAIRED: b_q has the even columns, b_q_odd the odd ones.
     """
     # what turns products into logits in base 2, or into those that tanh takes
     b_unit = b_scale * LOG2_E
     if CAPPED:
         b_unit = b_scale / soft_cap
-    # (BR, BDV)
-    b_out = tl.zeros([BR, BDV], tl.float32)
+    # (BR, BDV), twice
+    b_out = tl.zeros([BR, BDV // 2 if PAIRED else BDV], tl.float32)
+    b_out_odd = b_out
     n_before = i_full - i_first
     for MASKED in tl.static_range(2):
         n_blocks = i_full_last - i_full
@@ -162,24 +239,25 @@ def walk(
         for n in range(n_blocks):
             o_k = i_k + tl.arange(0, BK)
             m_k = (o_k >= low) & (o_k < high)
-            # (BK, BD), (BK, BDV)
-            b_k = load_cache(p_k, b_row, m_k, K_TOKEN, D, BD, MASKED)
-            b_v = load_cache(p_v, b_row, m_k, V_TOKEN, DV, BDV, MASKED)
+            # (BK, BD), (BK, BDV), each twice
+            b_k, b_k_odd = load_cache(p_k, b_row, m_k, K_TOKEN, D, BD, MASKED, PAIRED, PTX)
+            b_v, b_v_odd = load_cache(p_v, b_row, m_k, V_TOKEN, DV, BDV, MASKED, PAIRED, PTX)
             i_k += BK
             if MASKED:
                 i_k = tl.where(n + 1 < n_before, i_first + n + 1, i_full_last + n + 1 - n_before) * BK
             b_row = cache_rows(p_table, i_n, i_k, high, P, L, BK, TABLE)
             # (BR, BK)
             b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision=PRECISION)
+            if PAIRED:
+                b_s = tl.dot(b_q_odd, tl.trans(b_k_odd.to(b_q.dtype)), b_s, input_precision=PRECISION)
             b_s = b_s * b_unit[:, None]
             if CAPPED:
                 b_s = soft_cap * LOG2_E * tanh(b_s)
-            b_v = b_v.to(b_q.dtype)
+            b_v, b_v_odd = b_v.to(b_q.dtype), b_v_odd.to(b_q.dtype)
             if MASKED and SEVERAL:
-                # 0 * nan is nan: what is not finite stays out of the product and marks its key's logits instead
-                m_fine = (b_v - b_v) == 0.0
-                b_s = tl.where((tl.min(m_fine.to(tl.int32), 1) == 0)[None, :], float("nan"), b_s)
-                b_v = tl.where(m_fine, b_v, 0.0).to(b_q.dtype)
+                b_s, b_v = mark_keys(b_s, b_v)
+                if PAIRED:
+                    b_s, b_v_odd = mark_keys(b_s, b_v_odd)
             if MASKED:
                 m_seen = m_k[None, :]
                 if CAUSAL and SEVERAL:
@@ -197,7 +275,13 @@ def walk(
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
             b_top = b_new
             b_out *= b_shrink[:, None]
-            b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+            b_p = b_p.to(b_v.dtype)
+            b_out = tl.dot(b_p, b_v, b_out, input_precision=PRECISION)
+            if PAIRED:
+                b_out_odd *= b_shrink[:, None]
+                b_out_odd = tl.dot(b_p, b_v_odd, b_out_odd, input_precision=PRECISION)
+    if PAIRED:
+        b_out = tl.interleave(b_out, b_out_odd)
     return b_top, b_sum, b_out
 
 
