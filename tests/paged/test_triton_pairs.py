@@ -1,6 +1,7 @@
 """Caches of 8 bits, read two numbers at a time: the conversions bit by bit, and the shapes that have no pairs."""
 
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,12 +34,12 @@ class Ptx:
     """Registers of 32 bits, and the few instructions the conversions are made of, on arrays."""
 
     def __init__(self, word: np.ndarray):
-        self.registers = {"$2": word}
+        self.registers: dict[str, Any] = {"$2": word}
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> Any:
         return self.registers[name] if name in self.registers else np.uint32(int(name, 0))
 
-    def run(self, code: str) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, code: str) -> tuple[Any, Any]:
         for line in re.findall(r"^\s*([a-z].*);", code, re.MULTILINE):
             name, operands = line.split(maxsplit=1)
             target, *sources = re.findall(r"\{.*\}|[^,\s]+", operands)
@@ -59,7 +60,7 @@ class Ptx:
     def prmt(self, name, a, b, selector):
         either = a.astype(np.uint64) | (np.uint64(b) << np.uint64(32))
         chosen = [(either >> np.uint64(8 * (int(selector) >> 4 * i & 7)) & np.uint64(255)) for i in range(4)]
-        return sum(byte << np.uint64(8 * i) for i, byte in enumerate(chosen)).astype(np.uint32)
+        return np.sum([byte << np.uint64(8 * i) for i, byte in enumerate(chosen)], 0).astype(np.uint32)
 
     def cvt(self, name, a):
         assert name == "cvt.rn.f16x2.e4m3x2"
