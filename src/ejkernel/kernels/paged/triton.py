@@ -28,6 +28,8 @@ class Config:
         least_keys: keys below which a share is not cut further.
         decode_tokens: in a ragged call, sequences with at most as many query tokens go to the decode kernel.
         decode_keys: keys per step of the decode kernel.
+        decode_apart: whether each warp of the decode kernel has keys of its own, at least 16 a step, and they meet at
+            the end only. Costs registers for every row.
         prefill_rows: query rows (tokens times heads of a key head) of a prefill tile.
         prefill_keys: keys per step of the prefill kernel.
     """
@@ -38,6 +40,7 @@ class Config:
     decode_keys: int = 64
     decode_warps: int = 4
     decode_stages: int = 3
+    decode_apart: bool = False
     prefill_rows: int = 128
     prefill_keys: int = 64
     prefill_warps: int = 8
@@ -56,6 +59,10 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an int from {least} on")
         if self.splits > 1024:
             raise ValueError(f"splits={self.splits} must be at most 1024")
+        if self.decode_apart and self.decode_keys < 16 * self.decode_warps:
+            raise ValueError(
+                f"decode_apart needs 16 keys for each warp, not {self.decode_keys} for {self.decode_warps} of them"
+            )
 
 
 def unsupported(call: Call) -> list[str]:
@@ -104,6 +111,8 @@ def default_config(call: Call) -> Config:
         decode_keys=keys,
         decode_warps=warps,
         decode_stages=stages,
+        # half the bytes leave half the time to wait for other warps
+        decode_apart=_cache(call).dtype.itemsize == 1 and width <= 128 and _may_part(call, dims, keys, warps),
         prefill_rows=rows,
         prefill_keys=prefill_keys,
         prefill_warps=prefill_warps,
@@ -118,18 +127,30 @@ def _splits(call: Call, dims: Dimensions) -> int:
     return max(1, min(wanted, -(-dims.S // 256), 128))
 
 
+def _may_part(call: Call, dims: Dimensions, keys: int, warps: int) -> bool:
+    """Whether warps can have keys of their own: enough of them, and a tile of rows that fits a warp's registers."""
+    return keys >= 16 * warps and _decode_rows(dims, call.spec.tokens or 1) == 16
+
+
 def search_space(call: Call) -> list[Config]:
-    base = default_config(call)
+    base, dims = default_config(call), dimensions(call)
     found = [
         replace(
-            base, splits=max(1, int(base.splits * more)), decode_keys=keys, decode_warps=warps, decode_stages=stages
+            base,
+            splits=max(1, int(base.splits * more)),
+            decode_keys=keys,
+            decode_warps=warps,
+            decode_stages=stages,
+            decode_apart=apart,
         )
         for more in (0.5, 1, 2, 4)
         for keys in (32, 64, 128)
         for warps in (4, 8)
         for stages in (2, 3, 4)
+        for apart in (False, True)
+        if not apart or _may_part(call, dims, keys, warps)
     ]
-    if call.spec.tokens is None or _decode_rows(dimensions(call), call.spec.tokens) > MOST_ROWS:
+    if call.spec.tokens is None or _decode_rows(dims, call.spec.tokens) > MOST_ROWS:
         tiles = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
         names = ("prefill_rows", "prefill_keys", "prefill_warps", "prefill_stages")
         found += [replace(base, **dict(zip(names, tile, strict=True))) for tile in tiles]
@@ -304,6 +325,7 @@ def _decode(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shape
         LEAST=-(-config.least_keys // config.decode_keys) if spec.num_splits is None else 1,
         BR=_decode_rows(dims, tokens),
         BK=config.decode_keys,
+        GROUPS=config.decode_warps if config.decode_apart else 1,
         **sizes,
     )
     if splits == 1:

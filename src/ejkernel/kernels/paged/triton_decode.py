@@ -75,6 +75,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
     NARROW: tl.constexpr,
     PAIRED: tl.constexpr,
     PTX: tl.constexpr,
@@ -125,8 +126,8 @@ def decode_kernel(
         p_v + (i_b.to(tl.int64) * s_v * V_TOKEN + i_h * V_HEAD + V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
         low, high, i_begin, i_end, i_full, i_full_last, b_scale, soft_cap,
-        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, MOST_TOKENS > 1, CAPPED, TABLE, PAIRED, PTX,
-        PRECISION,
+        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, MOST_TOKENS > 1, CAPPED, TABLE, GROUPS, PAIRED,
+        PTX, PRECISION,
     )  # fmt: skip
 
     if SPLITS == 1:

@@ -153,7 +153,7 @@ def prefill_kernel(
         p_v + (i_b.to(tl.int64) * s_v * V_TOKEN + i_h * V_HEAD + V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
         low, high, i_first, i_last, i_full, i_full_last, b_scale, soft_cap,
-        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, True, CAPPED, TABLE, PAIRED, PTX,
+        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, True, CAPPED, TABLE, 1, PAIRED, PTX,
         PRECISION,
     )  # fmt: skip
     v_scale = 1.0

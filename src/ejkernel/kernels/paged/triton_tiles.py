@@ -54,20 +54,18 @@ def visible_blocks(position, n_tokens, low, high, BK: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def cache_rows(p_table, i_n, i_k, high, P, L: tl.constexpr, BK: tl.constexpr, TABLE: tl.constexpr):
-    """The rows of the cache, counted in tokens, in which keys i_k .. i_k + BK of a sequence lie: int64 (BK,)."""
-    o_k = i_k + tl.arange(0, BK)
+def cache_rows(p_table, i_n, i_k, o_k, high, P, L: tl.constexpr, BK: tl.constexpr, TABLE: tl.constexpr):
+    """The rows of the cache, counted in tokens, in which keys i_k + o_k of a sequence lie, o_k from 0 to BK: int64."""
     if not TABLE:
-        return i_n.to(tl.int64) * L + o_k
+        return i_n.to(tl.int64) * L + (i_k + o_k)
     elif L % BK == 0:
         i_page = tl.load(p_table + i_k // L, mask=i_k < high, other=0)
         i_page = tl.minimum(tl.maximum(i_page, 0), P - 1)
-        return i_page.to(tl.int64) * L + (i_k % L + tl.arange(0, BK))
+        return i_page.to(tl.int64) * L + (i_k % L + o_k)
     else:
-        # (BK,)
-        b_page = tl.load(p_table + o_k // L, mask=o_k < high, other=0)
+        b_page = tl.load(p_table + (i_k + o_k) // L, mask=i_k + o_k < high, other=0)
         b_page = tl.minimum(tl.maximum(b_page, 0), P - 1)
-        return b_page.to(tl.int64) * L + o_k % L
+        return b_page.to(tl.int64) * L + (i_k + o_k) % L
 
 
 @triton.jit
@@ -143,23 +141,27 @@ def load_cache(
     p, b_row, m_row, STRIDE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
     PAIRED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one head of the cache (BK, BD), twice; zeros where hidden and past D.
+    """Rows of one head of the cache, (..., BD) where b_row is (...), twice; zeros where hidden and past D.
 
-    PAIRED: their even columns and their odd ones, (BK, BD // 2) each, as float16. Numbers of 8 bits are read in pairs,
+    PAIRED: their even columns and their odd ones, (..., BD // 2) each, as float16. Numbers of 8 bits are read in pairs,
     as int16: shared memory gives a matmul's operands many of those at a time, and bytes one by one.
     """
     STEP: tl.constexpr = 2 if PAIRED else 1
     TYPE: tl.constexpr = p.dtype.element_ty
     if PAIRED:
         p = p.to(tl.pointer_type(tl.int16))
-    o_d = tl.arange(0, BD // STEP)
-    p_tile = p + b_row[:, None] * (STRIDE // STEP) + o_d[None, :]
+    # as many axes as the tile
+    o_d = tl.arange(0, BD // STEP)[None, :]
+    if len(b_row.shape) == 2:
+        o_d = o_d[None, :, :]
+    b_row, m_row = tl.expand_dims(b_row, -1), tl.expand_dims(m_row, -1)
+    p_tile = p + b_row * (STRIDE // STEP) + o_d
     if MASKED and D != BD:
-        b = tl.load(p_tile, mask=m_row[:, None] & (o_d < D // STEP)[None, :], other=0.0)
+        b = tl.load(p_tile, mask=m_row & (o_d < D // STEP), other=0.0)
     elif MASKED:
-        b = tl.load(p_tile, mask=m_row[:, None], other=0.0)
+        b = tl.load(p_tile, mask=m_row, other=0.0)
     elif D != BD:
-        b = tl.load(p_tile, mask=(o_d < D // STEP)[None, :], other=0.0)
+        b = tl.load(p_tile, mask=o_d < D // STEP, other=0.0)
     else:
         b = tl.load(p_tile)
     if PAIRED:
@@ -172,7 +174,8 @@ def load_cache(
 def mark_keys(b_s, b_v):
     """0 * nan is nan: what is not finite stays out of the product and marks its key's logits instead."""
     m_fine = (b_v - b_v) == 0.0
-    b_s = tl.where((tl.min(m_fine.to(tl.int32), 1) == 0)[None, :], float("nan"), b_s)
+    m_key = tl.min(m_fine.to(tl.int32), -1) == 0
+    b_s = tl.where(tl.expand_dims(m_key, -2), float("nan"), b_s)
     return b_s, tl.where(m_fine, b_v, 0.0).to(b_v.dtype)
 
 
@@ -210,6 +213,7 @@ def walk(
     SEVERAL: tl.constexpr,
     CAPPED: tl.constexpr,
     TABLE: tl.constexpr,
+    GROUPS: tl.constexpr,
     PAIRED: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -218,13 +222,27 @@ def walk(
 
     Blocks i_full .. i_full_last are seen whole by every row and need no mask. SEVERAL says that the rows are of several
     tokens, so that one may see a key that another does not. PAIRED: b_q has the even columns, b_q_odd the odd ones.
+    GROUPS, one per warp or one: each has a part of every block and a softmax of its own, so that warps need not meet
+    before the end; tiles have an axis of groups in front.
     """
     # what turns products into logits in base 2, or into those that tanh takes
     b_unit = b_scale * LOG2_E
     if CAPPED:
         b_unit = b_scale / soft_cap
+    STEP: tl.constexpr = 2 if PAIRED else 1
+    # keys of a block, (BK,)
+    o_block = tl.arange(0, BK)
     # (BR, BDV), twice
-    b_out = tl.zeros([BR, BDV // 2 if PAIRED else BDV], tl.float32)
+    b_out = tl.zeros([BR, BDV // STEP], tl.float32)
+    if GROUPS > 1:
+        o_group = tl.arange(0, GROUPS)[:, None]
+        o_block = o_group * (BK // GROUPS) + tl.arange(0, BK // GROUPS)[None, :]
+        b_out = tl.zeros([GROUPS, BR, BDV // STEP], tl.float32)
+        b_q = tl.broadcast_to(b_q[None, :, :], (GROUPS, BR, BD // STEP))
+        b_q_odd = tl.broadcast_to(b_q_odd[None, :, :], (GROUPS, BR, BD // STEP))
+        # what the rows bring along is the first group's
+        b_top = tl.where(o_group == 0, b_top[None, :], float("-inf"))
+        b_sum = tl.where(o_group == 0, b_sum[None, :], 0.0)
     b_out_odd = b_out
     n_before = i_full - i_first
     for MASKED in tl.static_range(2):
@@ -235,9 +253,9 @@ def walk(
         if MASKED:
             i_k = tl.where(n_before > 0, i_first, i_full_last) * BK
         # the rows of the next block are looked up a step ahead: their page ids are no wait before its keys
-        b_row = cache_rows(p_table, i_n, i_k, high, P, L, BK, TABLE)
+        b_row = cache_rows(p_table, i_n, i_k, o_block, high, P, L, BK, TABLE)
         for n in range(n_blocks):
-            o_k = i_k + tl.arange(0, BK)
+            o_k = i_k + o_block
             m_k = (o_k >= low) & (o_k < high)
             # (BK, BD), (BK, BDV), each twice
             b_k, b_k_odd = load_cache(p_k, b_row, m_k, K_TOKEN, D, BD, MASKED, PAIRED, PTX)
@@ -245,7 +263,7 @@ def walk(
             i_k += BK
             if MASKED:
                 i_k = tl.where(n + 1 < n_before, i_first + n + 1, i_full_last + n + 1 - n_before) * BK
-            b_row = cache_rows(p_table, i_n, i_k, high, P, L, BK, TABLE)
+            b_row = cache_rows(p_table, i_n, i_k, o_block, high, P, L, BK, TABLE)
             # (BR, BK)
             b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision=PRECISION)
             if PAIRED:
@@ -259,27 +277,33 @@ def walk(
                 if PAIRED:
                     b_s, b_v_odd = mark_keys(b_s, b_v_odd)
             if MASKED:
-                m_seen = m_k[None, :]
+                m_seen, o_seen = tl.expand_dims(m_k, -2), tl.expand_dims(o_k, -2)
                 if CAUSAL and SEVERAL:
-                    m_seen = m_seen & (o_k[None, :] <= b_position[:, None])
+                    m_seen = m_seen & (o_seen <= b_position[:, None])
                     if WINDOW is not None:
-                        m_seen = m_seen & (o_k[None, :] >= b_position[:, None] - WINDOW)
+                        m_seen = m_seen & (o_seen >= b_position[:, None] - WINDOW)
                 b_s = tl.where(m_seen, b_s, float("-inf"))
-            b_new = tl.maximum(b_top, tl.max(b_s, 1))
+            b_new = tl.maximum(b_top, tl.max(b_s, -1))
             # a row that has seen nothing yet: -inf - 0, not -inf - -inf
             b_base = b_new
             if MASKED:
                 b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_p = tl.exp2(b_s - b_base[:, None])
+            b_p = tl.exp2(b_s - tl.expand_dims(b_base, -1))
             b_shrink = tl.exp2(b_top - b_base)
-            b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+            b_sum = b_sum * b_shrink + tl.sum(b_p, -1)
             b_top = b_new
-            b_out *= b_shrink[:, None]
+            b_out *= tl.expand_dims(b_shrink, -1)
             b_p = b_p.to(b_v.dtype)
             b_out = tl.dot(b_p, b_v, b_out, input_precision=PRECISION)
             if PAIRED:
-                b_out_odd *= b_shrink[:, None]
+                b_out_odd *= tl.expand_dims(b_shrink, -1)
                 b_out_odd = tl.dot(b_p, b_v_odd, b_out_odd, input_precision=PRECISION)
+    if GROUPS > 1:
+        b_new = tl.max(b_top, 0)
+        b_shrink = tl.exp2(b_top - tl.where(b_new == float("-inf"), 0.0, b_new))
+        b_top, b_sum = b_new, tl.sum(b_sum * b_shrink, 0)
+        b_out = tl.sum(b_out * tl.expand_dims(b_shrink, -1), 0)
+        b_out_odd = tl.sum(b_out_odd * tl.expand_dims(b_shrink, -1), 0)
     if PAIRED:
         b_out = tl.interleave(b_out, b_out_odd)
     return b_top, b_sum, b_out

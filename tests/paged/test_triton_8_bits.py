@@ -1,4 +1,4 @@
-"""Caches of 8 bits, read two numbers at a time: the conversions bit by bit, and the shapes that have no pairs."""
+"""How the Triton decode kernel keeps up with a cache of 8 bits: numbers read in pairs, warps with their own keys."""
 
 import re
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.paged import triton_tiles
+from ejkernel.kernels.paged.triton import Config
 from harness.paged import MIXED, MIXED_LENGTHS, Case, check_case
 from harness.platforms import Platform
 
@@ -28,6 +29,25 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case(case):
     check_case(case, INTERPRETED)
+
+
+# sinks, windows, a first group without keys, rows that see different keys, splits, pages smaller than a group
+APART = (
+    Case("sinks-window", sinks=1, options={"sliding_window": 9}, **HALF),
+    Case("tokens", queries=3, lengths=(70, 3, 64), options={"sliding_window": (40, 0)}, **HALF),
+    Case("splits-40-24", D=40, Dv=24, lengths=(300, 5), L=4, options={"num_splits": 3, "logits_soft_cap": 3.0}),
+    Case("contiguous", kind="contiguous", lengths=(37, 20, 64), starts=(33, 20, 63), **HALF),
+)
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
+def test_warps_apart(case):
+    check_case(case, INTERPRETED, cfg={"decode_keys": 64, "decode_warps": 4, "decode_apart": True})
+
+
+def test_warps_apart_need_keys():
+    with pytest.raises(ValueError, match="decode_apart needs 16 keys for each warp, not 32 for 4 of them"):
+        Config(decode_keys=32, decode_warps=4, decode_apart=True)
 
 
 class Ptx:
