@@ -101,7 +101,9 @@ def default_config(call: Call) -> Config:
     width = max(64, _power_of_two(max(dims.D, dims.Dv)))
     kind = "hopper" if call.target.capability in (0, 90, 100, 103) else "ampere"  # 0: in the interpreter
     kind = "float32" if call["query"].dtype == jnp.float32 else kind
+    narrow = _cache(call).dtype.itemsize == 1
     keys, warps, stages = _DECODE[kind][width]
+    stages += 2 * narrow  # half the bytes: more steps on their way
     if _decode_rows(dims, call.spec.tokens or 1) > 32:
         keys, warps, stages = max(16, keys // 2), 8, min(stages, 2)
     rows, prefill_keys, prefill_warps, prefill_stages = _PREFILL[kind][width]
@@ -111,8 +113,8 @@ def default_config(call: Call) -> Config:
         decode_keys=keys,
         decode_warps=warps,
         decode_stages=stages,
-        # half the bytes leave half the time to wait for other warps
-        decode_apart=_cache(call).dtype.itemsize == 1 and width <= 128 and _may_part(call, dims, keys, warps),
+        # and less time to wait for other warps
+        decode_apart=narrow and width <= 128 and _may_part(call, dims, keys, warps),
         prefill_rows=rows,
         prefill_keys=prefill_keys,
         prefill_warps=prefill_warps,
