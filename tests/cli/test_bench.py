@@ -6,13 +6,14 @@ import os
 import time
 from collections import deque
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ejkernel.bench import measure, softmax, timing
+from ejkernel.bench import benchmark, measure, paged, softmax, timing
 from ejkernel.bench.benchmark import BOTH, FORWARD, Contender, jax_program
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
 from ejkernel.bench.report import tuned
@@ -21,7 +22,7 @@ from ejkernel.bench.softmax.cases import Case
 from ejkernel.bench.timing import in_turns
 from ejkernel.bench.workers import TOO_LATE, Lost, spread
 from ejkernel.cli.main import app
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, explain, interpret
 from ejkernel.ops.cache import user_file
 
@@ -76,7 +77,7 @@ def test_paged(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "every answer right" in result.output and "refused: one call is for one number of tokens" in result.output
     found = {(r["case"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
-    decode, mixed = "decode B4 S64 page 16 H8 Hkv2 D64", "mixed 1 x 32 tokens + B3 S64 page 16 H8 Hkv2 D64"
+    decode, mixed = "decode B4 S64 page16 H8 Hkv2 D64", "mixed 1 x 32 tokens + B3 S64 page16 H8 Hkv2 D64"
     assert all(found[case, OURS]["status"] == "ok" for case in (decode, mixed))
     ours = found[decode, OURS]
     assert ours["rate"] == pytest.approx(2 * 4 * 64 * 2 * 64 * 4 / ours["milliseconds"] / 1e9, rel=1e-3)
@@ -84,18 +85,34 @@ def test_paged(tmp_path, monkeypatch):
     assert found[mixed, OURS]["tuning"]["operations"] == ["ragged_page_attention"]
 
 
-def test_a_chain_of_calls_is_timed_as_one_program():
-    """Each result is the next call's array, and a call's share of the time is what counts."""
-    made = []
+def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch):
+    """Each result is the next call's array, and the calls' share of the time is what counts."""
+    clock, ran = [0.0], []
+
+    def tick(x):
+        clock[0] += 1.0
+        ran.append(float(x[0]))
+        return 2 * x
 
     def double(arrays):
-        made.append("traced")
-        return {"y": 2 * arrays["x"]}
+        return {"y": jax.pure_callback(tick, jax.ShapeDtypeStruct((4,), "float32"), arrays["x"])}
 
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     program = jax_program(double, {"x": np.ones(4, np.float32)}, nullcontext(), chain=("x", "y", 10))
-    assert len(made) == 2  # for one call, and for ten
     assert np.asarray(program.results()["y"]).tolist() == [2.0] * 4
-    assert 0 < program.seconds(1) < program.seconds(1000)
+    ran.clear()
+    assert program.seconds(1) == 1.0 and ran == [2.0**n for n in range(10)]
+    assert program.seconds(25) == 25.0 and len(ran) == 10 + 30
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
+def test_a_scale_ignored_is_a_wrong_answer(cache):
+    case = paged.cases.Case("decode", 2, 40, 8, 4, 2, 16, "float32", cache, "ms")
+    problem = paged.BENCHMARK.problem(case)
+    (truth,) = problem.truths(nullcontext())
+    right = page_attention(**problem.arrays, k_scale=case.scales[0], v_scale=case.scales[1])
+    assert truth.error("out", right).ok
+    assert not truth.error("out", page_attention(**problem.arrays, k_scale=1.0, v_scale=case.scales[1])).ok
 
 
 def test_a_whole_run(toy, tmp_path):
@@ -127,7 +144,8 @@ def test_a_whole_run(toy, tmp_path):
     for operation in ("flash_attention", "scaled_dot_product_attention"):
         forward, both = (rows[CAUSAL.name, what, OURS]["milliseconds"] * 1e3 for what in (FORWARD, BOTH))
         for gradient, wanted in ((False, forward), (True, both - forward)):
-            assert times.times(operation, place["bucket"], gradient) == {"xla": pytest.approx(wanted, abs=0.2)}
+            found_times = {"xla": pytest.approx(wanted, abs=0.2)} if wanted > 0 else {}
+            assert times.times(operation, place["bucket"], gradient) == found_times
 
     shown = run("show", str(kept), "--markdown", "--case", "masked", "--plot", str(tmp_path / "one.svg"))
     assert shown.exit_code == 0 and "| B1 T32 H4 Hkv2 D8 documents 4 |" in shown.output

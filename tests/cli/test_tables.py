@@ -5,6 +5,7 @@ import re
 
 from typer.testing import CliRunner
 
+from ejkernel.bench.report import SCHEMA
 from ejkernel.cli import tables
 from ejkernel.ops import list_operations, support_table
 
@@ -48,7 +49,7 @@ def test_what_was_measured_comes_from_its_file(tmp_path, monkeypatch):
         "machine": {"device": "abacus"},
         "contenders": {"beads": "xla"},
     }
-    found |= {"schema": 1, "missing": {"fingers": "not installed"}, "cases": {}, "results": [], "complete": True}
+    found |= {"schema": SCHEMA, "missing": {"fingers": "not installed"}, "cases": {}, "results": [], "complete": True}
     (tmp_path / "softmax_abacus.json").write_text(json.dumps(found))
     assert tables.outdated([readme], write=True) == [readme]
     assert "abacus" in readme.read_text() and "- fingers: not installed\n<!-- /benchmark -->" in readme.read_text()

@@ -225,7 +225,18 @@ def test_the_gradient_may_be_faster_elsewhere(users):
         assert launched(jax.grad(lambda q: flash_attention(q, Q, Q).sum())) == {"dq", "dkv"}
         assert explain(flash_attention, Q, Q, Q, platform="xla").gradient is None
         assert explain(flash_attention, Q, Q, Q, cfg={"block_q": 8}).gradient is None
+        with use_config("flash_attention", {"block_q": 8}):  # a config is for one platform
+            assert explain(flash_attention, Q, Q, Q).gradient is None
     assert explain(flash_attention, Q, Q, Q).gradient is None  # no Triton without the interpreter
+
+
+def test_a_gradient_faster_than_nothing_is_no_measurement(users):
+    where = "flash_attention", BUCKET
+    TunedConfigs().add(*where, "xla", None, 10.0, 5.0).add(*where, "triton", None, 1.0, 50.0).save(users)
+    assert TunedConfigs.load(users).times(*where, gradient=True) == {"triton": 49.0}
+    with interpret():
+        told = explain(flash_attention, Q, Q, Q)
+    assert told.platform == "triton" and told.gradient is None
 
 
 def test_a_batch_that_vmap_makes_too_large_is_refused(monkeypatch):

@@ -90,6 +90,8 @@ def test_auto_does_not_train_on_cudnn():
     _, told = choose(FLASH_ATTENTION, call, None, None)  # nothing is measured: the first that can
     assert told.platform == "cudnn" and told.gradient is not None and told.gradient.platform not in (None, "cudnn")
     assert "not cudnn for the gradient: its gradients differ between runs" in str(told)
+    plan, told = choose(FLASH_ATTENTION, call, None, {})
+    assert told.platform == "cudnn" and plan is not None and plan.gradient is not None
     for platform, cfg in (("cudnn", None), (None, cudnn.Config())):
         plan, _ = choose(FLASH_ATTENTION, call, platform, cfg)
         assert plan is not None and plan.implementation is cudnn and plan.gradient is None

@@ -60,7 +60,9 @@ def _panel(axes: Any, found: Document, cases: list[str], what: str, unit: str) -
         bars = axes.bar(at, heights, width, label=name, color=colors[name], **edge)
         texts = ["" if value != value else f"{value:{digits}}" for value in heights]
         axes.bar_label(bars, texts, fontsize=6, rotation=90, padding=2)
-    axes.set_xticks(range(len(cases)), [_label(found, case, cases) for case in cases])
+    labels = [_label(found, case, cases) for case in cases]
+    slanted = {"rotation": 20, "ha": "right"} if sum(map(len, labels)) > 60 else {}
+    axes.set_xticks(range(len(cases)), labels, **slanted)
     axes.set_ylabel(unit if unit in RATES else f"{unit} (less is better)")
     if unit == "ms" and values and max(values.values()) > 20 * min(values.values()):
         axes.set_yscale("log")

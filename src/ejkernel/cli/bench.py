@@ -205,7 +205,8 @@ def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | 
     if tables:
         for grid in [*report.speeds(found), report.costs(found)]:
             _print_grid(console, grid)
-        console.print(f"{report.where(found)}. Medians; {report.AUTO} is what auto takes.", markup=False)
+        legend = f"Medians; {report.AUTO} is what auto takes (two: forward, backward)."
+        console.print(f"{report.where(found)}. {legend}", markup=False)
         _print_lines(console, report.notes(found))
     if tuned is not None:
         report.tuned(found).save(tuned)

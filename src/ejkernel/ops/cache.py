@@ -108,9 +108,8 @@ class TunedConfigs:
         """Measured microseconds by platform, of a forward, or of the backward after it."""
         platforms = self.entries.get(operation, {}).get(bucket, {})
         if gradient:
-            return {
-                p: entry["training"] - entry["microseconds"] for p, entry in platforms.items() if "training" in entry
-            }
+            both = {p: entry.get("training", 0.0) - entry["microseconds"] for p, entry in platforms.items()}
+            return {p: backward for p, backward in both.items() if backward > 0.0}
         return {p: entry["microseconds"] for p, entry in platforms.items()}
 
     def nearest(self, operation: str, bucket: str, gradient: bool = False) -> tuple[int, str] | None:

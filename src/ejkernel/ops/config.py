@@ -66,7 +66,7 @@ def measured_times(operation: Operation, call: Call, gradient: bool) -> tuple[st
     nears = [(tuned.nearest(operation.name, bucket, gradient), tuned) for tuned in sources]
     found = [(near, tuned) for near, tuned in nears if near is not None]
     if not found:
-        return measured_times(operation, call, gradient=False) if gradient else (bucket, {})
+        return bucket, {}
     (_, near), tuned = min(found, key=lambda one: one[0][0])  # of those equally near, the most specific source
     return near, tuned.times(operation.name, near, gradient)
 
@@ -86,8 +86,19 @@ def build_config(implementation: Any, cfg: Any, platform: str) -> Any:
     )
 
 
+# for `cfg`: neither one given with the call nor one of `use_config`
+UNGIVEN: Any = object()
+
+
+def overridden(operation: Operation) -> bool:
+    """Whether the call is inside a `use_config` for its operation."""
+    return operation.name in _OVERRIDES.get()
+
+
 def given_config(operation: Operation, implementation: Any, platform: str, cfg: Any) -> tuple[Any, str] | None:
     """The config the caller asked for, by `cfg=` or `use_config`, and which of them."""
+    if cfg is UNGIVEN:
+        return None
     if cfg is not None:
         return build_config(implementation, cfg, platform), "cfg="
     override = _OVERRIDES.get().get(operation.name)

@@ -49,7 +49,7 @@ def interpreting() -> bool:
 class Explanation:
     """What would run, with which config, and why the other platforms would not.
 
-    `gradient` says the same of its gradient, where that is another platform's.
+    `gradient` says the same of its gradient, where that is another platform's or one was passed over for it.
     """
 
     operation: str
@@ -178,14 +178,15 @@ def _against_gradient(operation: Operation, platform: str, call: Call) -> list[s
 def _candidates(operation: Operation, call: Call, gradient: bool) -> tuple[list[str], str]:
     """Platforms in the order auto tries them, and where the order came from."""
     order = list(operation.preference.get(call.target.backend, ("xla",)))
-    bucket, times = configs.measured_times(operation, call, gradient)
-    if times:
-        fastest = sorted((p for p in times if p in PLATFORMS), key=lambda p: times[p])
-        order = fastest + [p for p in order if p not in times]
-        shown = ", ".join(f"{p} {times[p]:.0f} us" for p in fastest)
-        here = operation.bucket(call)
-        where = f"for {here}" if bucket == here else f"at {bucket}, the nearest to {here}"
-        return order, f"fastest measured {where}: {shown}"
+    for backward in (True, False) if gradient else (False,):
+        bucket, times = configs.measured_times(operation, call, backward)
+        if times:
+            fastest = sorted((p for p in times if p in PLATFORMS), key=lambda p: times[p])
+            order = fastest + [p for p in order if p not in times]
+            shown = ", ".join(f"{p} {times[p]:.0f} us" for p in fastest)
+            here = operation.bucket(call)
+            where = f"for {here}" if bucket == here else f"at {bucket}, the nearest to {here}"
+            return order, f"fastest{' forward' if gradient and not backward else ''} measured {where}: {shown}"
     return order, f"first of {', '.join(order)} that can"
 
 
@@ -197,13 +198,18 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
     if platform not in (None, "auto"):
         return _choose_from([str(platform)], "forced by platform=", operation, call, cfg, refused)
     plan, explanation = _choose_from(*_candidates(operation, call, gradient=False), operation, call, cfg, refused)
-    if plan is None or not operation.differentiable or cfg is not None:  # a config is for one platform
+    if plan is None or not operation.differentiable:
         return plan, explanation
     avoided = {p: reasons or _against_gradient(operation, p, call) for p, reasons in refused.items()}
+    if cfg is not None or configs.overridden(operation):  # for one platform
+        if not avoided[str(explanation.platform)]:
+            return plan, explanation
+        cfg = configs.UNGIVEN
     gradient, why = _choose_from(*_candidates(operation, call, gradient=True), operation, call, cfg, avoided)
-    if gradient is None or why.platform == explanation.platform:
+    if gradient is None or (why.platform == explanation.platform and why.refusals == explanation.refusals):
         return plan, explanation
-    return replace(plan, gradient=gradient), replace(explanation, gradient=why)
+    other = None if why.platform == explanation.platform else gradient
+    return replace(plan, gradient=other), replace(explanation, gradient=why)
 
 
 def _choose_from(

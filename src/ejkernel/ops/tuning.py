@@ -92,7 +92,7 @@ def _measure(operation: Operation, implementation: Any, call: Call, config: Any,
         outputs: Arrays = execute(plan, {**arrays, **parts})  # pyright: ignore[reportAssignmentType]
         return sum(x.astype(jnp.float32).sum() for x in outputs.values() if jnp.issubdtype(x.dtype, jnp.floating))
 
-    steps = [jax.jit(loss), jax.jit(jax.grad(loss))] if trained else [jax.jit(loss)]
+    steps = [jax.jit(loss), jax.jit(jax.value_and_grad(loss))] if trained else [jax.jit(loss)]
     return tuple(median_seconds(step, {n: arrays[n] for n in trained}) for step in steps)
 
 

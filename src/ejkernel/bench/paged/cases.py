@@ -41,12 +41,19 @@ class Case:
         parts = [f"{self.chunks} x {self.chunk} tokens"] if self.chunks else []
         parts += [f"B{self.decodes} S{self.keys}"] if self.decodes else []
         cache = "" if self.cache == self.dtype else f" {self.cache}"
-        return f"{self.group} {' + '.join(parts)} page {self.page} H{self.H} Hkv{self.Hkv} D{self.D}{cache}"
+        return f"{self.group} {' + '.join(parts)} page{self.page} H{self.H} Hkv{self.Hkv} D{self.D}{cache}"
 
     @property
     def even(self) -> bool:
-        """Whether every sequence has one new token."""
-        return not self.chunks
+        """Whether the call itself says that every sequence has one new token."""
+        return self.group == "decode"
+
+    @property
+    def scales(self) -> tuple[float, float] | None:
+        """What keys and values of an 8-bit cache are multiplied by: they lie around 1, as others do."""
+        if jnp.dtype(self.cache).itemsize > 1:
+            return None
+        return (1 / 32, 1 / 16) if self.cache == "int8" else (0.5, 2.0)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -129,7 +136,7 @@ class Serving:
         starts = np.cumsum([0, *self.case.tokens])
         with quiet:
             parts = [
-                _one_sequence(dtype, int(length), self.arrays["query"][first:last], self._pages(n))
+                _one_sequence(dtype, int(length), self.case.scales, self.arrays["query"][first:last], self._pages(n))
                 for n, (length, first, last) in enumerate(zip(self.case.lengths, starts, starts[1:], strict=False))
             ]
             return jax.block_until_ready(jnp.concatenate(parts))
@@ -145,16 +152,25 @@ class Serving:
 
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     x = jax.random.normal(key, shape, jnp.bfloat16)
-    return jnp.round(30 * x).astype(dtype) if dtype == "int8" else x.astype(dtype)
+    return jnp.round(32 * x).astype(dtype) if dtype == "int8" else x.astype(dtype)
 
 
 # rows of logits at a time: all of a long chunk would not fit
 _ROWS = 256
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _one_sequence(dtype: Any, length: int, query: jax.Array, pages: tuple[jax.Array, jax.Array]) -> jax.Array:
-    key, value = (x.reshape(-1, *x.shape[2:])[None, :length].astype(dtype) for x in pages)
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _one_sequence(
+    dtype: Any,
+    length: int,
+    scales: tuple[float, float] | None,
+    query: jax.Array,
+    pages: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    key, value = (
+        (x.reshape(-1, *x.shape[2:])[None, :length].astype(jnp.float32) * scale).astype(dtype)
+        for x, scale in zip(pages, scales or (1.0, 1.0), strict=True)
+    )
     T = len(query)
     blocks = []
     for start in range(0, T, _ROWS):

@@ -26,13 +26,12 @@ def all_contenders(backend: str, platforms: list[str] | None) -> list[Contender]
 
 
 def _arguments(case: Case, arrays: Any) -> dict[str, Any]:
-    """By name, as the public function takes them; 8-bit caches have a scale."""
+    """By name, as the public function takes them; 8-bit caches have scales."""
     given = dict(arrays)
     if not case.even:
         given["queries"] = given.pop("query")
-    if jnp.dtype(case.cache).itemsize == 1:
-        given |= {"k_scale": jnp.float32(1.0), "v_scale": jnp.float32(1.0)}
-    return given
+    scales = {} if case.scales is None else dict(zip(("k_scale", "v_scale"), case.scales, strict=True))
+    return given | {name: jnp.float32(scale) for name, scale in scales.items()}
 
 
 def _explained(case: Case, platform: str) -> Explanation:

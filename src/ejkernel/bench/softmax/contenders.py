@@ -66,8 +66,8 @@ def _explained(case: Case, platform: str) -> Explanation:
 def choice(case: Case) -> dict[str, str | None]:
     """The platforms that auto takes, by pass; two for forward and backward where they differ."""
     told = _explained(case, "auto")
-    both = told.platform if told.gradient is None else f"{told.platform}, {told.gradient.platform}"
-    return {FORWARD: told.platform, BOTH: both}
+    taken = [told.platform] if told.gradient is None else [told.platform, told.gradient.platform]
+    return {FORWARD: told.platform, BOTH: ", ".join(dict.fromkeys(map(str, taken)))}
 
 
 def _ours(platform: str) -> Contender:

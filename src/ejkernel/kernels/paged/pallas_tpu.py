@@ -12,6 +12,8 @@ VMEM in bytes, for tiles of t query tokens and blocks of k keys; e bytes per num
     queries   4 * t * H * D                      as they are turned into rows, in float32
     state     4 * rows * (Dv + 256)              sum, maximum and total of one matmul, while they are replaced
 
+    scales    8 * t * H * 128                    those of keys and values and the sinks, by row, where there are any
+
 A float8 cache takes 4 bytes more per operand on its way. A float32 matmul is made of bfloat16 ones: 6 bytes more for
 each number it reads (operands, weights and queries), and queries are held once more before they are turned.
 
