@@ -61,8 +61,8 @@ class Options:
     jobs: int | None
 
 
-@app.command()
-def softmax(
+def measure(
+    context: typer.Context,
     case: CaseFilter = None,
     platform: Platforms = None,
     peer: Peers = None,
@@ -75,26 +75,12 @@ def softmax(
     budget: Budget = None,
     jobs: Jobs = None,
 ) -> None:
-    """Softmax attention, dense and masked, forward and backward, against JAX's and PyTorch's best."""
-    _run("softmax", Options(**locals()))
+    given = {**locals()}
+    _run(str(given.pop("context").info_name), Options(**given))
 
 
-@app.command()
-def paged(
-    case: CaseFilter = None,
-    platform: Platforms = None,
-    peer: Peers = None,
-    json: Json = None,
-    plot: Plot = None,
-    tuned: Tuned = None,
-    repeats: Repeats = 7,
-    quick: Quick = False,
-    only_list: List = False,
-    budget: Budget = None,
-    jobs: Jobs = None,
-) -> None:
-    """Decoding and mixed batches on a paged cache, against dense attention on a contiguous one."""
-    _run("paged", Options(**locals()))
+app.command("softmax", help="Attention, dense and masked, both passes, against JAX's and PyTorch's best.")(measure)
+app.command("paged", help="Decoding and mixed batches on pages, against attention on a contiguous cache.")(measure)
 
 
 def _run(name: str, options: Options) -> None:
