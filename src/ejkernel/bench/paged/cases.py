@@ -93,9 +93,9 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
         decode = partial(Case, "decode", unit="ms", **sizes)
         mixed = partial(Case, "mixed", unit="ms", **sizes)
         return [decode(4, keys, page), mixed(3, keys, page, chunks=1, chunk=keys // 2)]
-    sizes = {"H": 32, "Hkv": 8, "D": 128, "dtype": "bfloat16"}
-    decode = partial(Case, "decode", unit="TB/s", **{"cache": "bfloat16", **sizes})
-    mixed = partial(Case, "mixed", unit="ms", **{"cache": "bfloat16", **sizes})
+    sizes = {"H": 32, "Hkv": 8, "D": 128, "dtype": "bfloat16", "cache": "bfloat16"}
+    decode = partial(Case, "decode", unit="TB/s", **sizes)
+    mixed = partial(Case, "mixed", unit="ms", **sizes)
     cases = [decode(32, 8192, 64), decode(32, 8192, 64, cache="float8_e4m3fn"), decode(1, 8192, 64)]
     if quick:
         return cases
