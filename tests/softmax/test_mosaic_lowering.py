@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.kernels.softmax import mosaic_gpu
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import Runs, Walk
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
 from ejkernel.types import MaskInfo
 
-HOPPER = Target("gpu", "nvidia_h200", "sm_90")
+HOPPER = Target("gpu", "nvidia_h200", "sm_90", cores=132)
 
 CASES = {
     "D64": {"D": 64},
@@ -20,6 +22,9 @@ CASES = {
     "D256-segments-soft-cap": {"D": 256, "segments": True, "logits_soft_cap": 20.0},
     "D192": {"D": 192},
     "D96-window-ragged": {"D": 96, "T": 200, "causal": True, "sliding_window": 64},
+    "D64-many-tiles": {"D": 64, "T": 8192, "H": 8},
+    "D128-many-tiles-causal": {"D": 128, "T": 8192, "H": 8, "causal": True},
+    "D256-many-tiles-causal": {"D": 256, "T": 8192, "H": 8, "causal": True},
     "D128-segments-sinks-soft-cap": {
         "D": 128,
         "segments": True,
@@ -53,6 +58,40 @@ def test_lowers_forward_and_backward(name):
 
     text = jax.jit(both).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 3  # forward, dq, dk and dv
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("B", "T", "H"), [(2, 8192, 16), (8, 2000, 16), (1, 5000, 8), (1, 16384, 5)])
+def test_programs_share_the_tiles(B, T, H, causal, side):
+    """Every tile is somebody's, once, and where programs take several they have the same work."""
+    q = jax.ShapeDtypeStruct((B, T, H, 128), jnp.bfloat16)
+    tiles = -(-T // 128)
+
+    def look(query):
+        call = canonicalise(query, query, query, causal=causal).on(HOPPER)
+        runs = Runs.of(call, 128, 128, side)
+        walks.append(Walk.of(B, H, tiles, runs, side, 132))
+        return query
+
+    walks: list[Walk] = []
+    jax.eval_shape(look, q)
+    (walk,) = walks
+    assert walk.single == ((B, T) == (1, 5000) or (causal and H % 2 == 1))
+
+    def mine(_):
+        return jax.lax.fori_loop(0, walk.count(), lambda n, found: found.at[n].set(jnp.stack(walk.place(n))), empty)
+
+    empty = jnp.full((2 * (walk.units // walk.programs + 1), 3), -1)
+    found = np.asarray(jax.vmap(mine, axis_name="program")(jnp.arange(walk.programs)))
+    taken = found[found[..., 0] >= 0]
+    assert len(taken) == len(np.unique(taken, axis=0)) == B * H * tiles
+    assert (taken.max(0) == (B - 1, H - 1, tiles - 1)).all()
+    if not walk.single:
+        blocks = np.arange(1, tiles + 1) if causal else np.ones(tiles)
+        blocks = blocks[::-1] if side == "k" else blocks
+        work = np.where(found[..., 0] >= 0, blocks[found[..., 2]], 0).sum(1)
+        assert work.max() - work.min() <= blocks[0] + blocks[-1]
 
 
 @pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)

@@ -20,12 +20,14 @@ class Target:
         kind: the device's name in lower case with underscores, such as `nvidia_h200` or `tpu_v5_lite`.
         arch: what kernels compile for, such as `sm_90`; `kind` falls back to it for tuned configs.
         interpreted: whether kernels of absent hardware run in their interpreters, on this CPU.
+        cores: streaming multiprocessors of a GPU; 0 where unknown.
     """
 
     backend: str
     kind: str
     arch: str
     interpreted: bool = False
+    cores: int = 0
 
     @property
     def capability(self) -> int:
@@ -39,7 +41,7 @@ def describe_device(device: Device) -> Target:
     kind = re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_")
     if device.platform in ("gpu", "cuda"):
         capability = str(getattr(device, "compute_capability", "0.0")).replace(".", "")
-        return Target("gpu", kind, f"sm_{capability}")
+        return Target("gpu", kind, f"sm_{capability}", cores=getattr(device, "core_count", 0))
     if device.platform == "rocm":
         return Target("gpu", kind, str(getattr(device, "compute_capability", "gfx")))
     return Target(device.platform, kind, device.platform)

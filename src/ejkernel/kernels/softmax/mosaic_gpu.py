@@ -1,14 +1,14 @@
 """Softmax attention on Hopper through Pallas Mosaic GPU: warp-specialised, pipelined wgmma. Forward.
 
-A program owns `2 * block_q` query rows of one head. Two compute warpgroups hold `block_q` rows each; a third one
+A tile is 128 query rows of one head. Two compute warpgroups hold 64 rows each; a third one
 copies key and value blocks into a ring of `stages` shared-memory slots. The compute warpgroups meet at a barrier
 twice per key block and run half a block apart, so that one does its softmax while the other feeds the tensor cores.
 The block schedule gives each program three runs of key blocks: masked, unmasked, masked.
 
-Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2
-(block_q = 64). D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128.
-Shared memory (227 KB): 2*block_q*D*2 bytes of queries (reused for the output) and stages*2*block_k*D*2 of keys and
-values. D64/128/2: 16+64, D128/128/2: 32+128, D256/64/2: 64+128.
+Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2.
+D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128.
+Shared memory (227 KB): 256*D bytes of queries, as much for the output (up to D128; beyond, it takes the queries' place)
+and stages*2*block_k*D*2 of keys and values. D64/128/2: 32+64, D128/128/2: 64+128, D256/64/2: 64+128.
 """
 
 from collections.abc import Callable
@@ -28,21 +28,20 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     Logits,
     Masks,
     Runs,
+    Walk,
     across,
     attempts,
-    await_stores,
     batch_index,
-    drain,
+    compute_tiles,
+    copy_tiles,
     eights,
     fetch,
     flags,
     flags_of,
-    judge,
     launch,
     masked_block,
     retry_scratch,
     take_registers,
-    testify,
     tile_ref,
     zeros,
 )
@@ -62,7 +61,6 @@ class Config:
     """Tile sizes. A warpgroup holds 64 rows of queries (forward, dq) or keys (dk/dv) per multiple of 64.
 
     Attributes:
-        block_q: forward, query rows of one of the two compute warpgroups.
         block_k: forward, keys of a block.
         stages: forward, key and value blocks in flight.
         dq_block_k: keys of a block in the dq kernel.
@@ -71,9 +69,9 @@ class Config:
         dkv_stages: query blocks in flight in the dk/dv kernel.
         dkv_split: one warpgroup sums dv, the other dk, over the same 64 keys (for large head dims).
         semantics: which of Mosaic's two lowerings to use.
+        persistent: as many programs as cores, where a fixed deal of tiles is fair.
     """
 
-    block_q: int = 64
     block_k: int = 128
     stages: int = 2
     dq_block_k: int = 64
@@ -82,9 +80,10 @@ class Config:
     dkv_stages: int = 2
     dkv_split: bool = False
     semantics: Literal["warpgroup", "lane"] = "warpgroup"
+    persistent: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k", "dq_block_k", "dkv_block_q"):
+        for name in ("block_k", "dq_block_k", "dkv_block_q"):
             if (size := getattr(self, name)) < 64 or size % 64:
                 raise ValueError(f"{name}={size} must be a positive multiple of 64")
         for name, least in (("stages", 2), ("dq_slots", 3), ("dkv_stages", 1)):
@@ -95,24 +94,29 @@ class Config:
 
     def shared_bytes(self, head_dim: int) -> dict[str, int]:
         """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes."""
-        row = 2 * head_dim
+        row, results = 2 * head_dim, 128 if results_apart(head_dim) else 0
         keys = 64 if self.dkv_split else 128
         exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
         statistics = 4 * self.dkv_stages * self.dkv_block_q
         return {
-            "forward": row * (2 * self.block_q + 2 * self.stages * self.block_k)
-            + _small(8 * self.block_q, _marks(self.stages, self.block_q, self.block_k)),
-            "dq": row * (2 * 128 + self.dq_slots * self.dq_block_k)
-            + _small(_marks(self.dq_slots, 64, self.dq_block_k)),
-            "dkv": row * (2 * keys + 2 * self.dkv_stages * self.dkv_block_q)
+            "forward": row * (128 + results + 2 * self.stages * self.block_k)
+            + _small(8 * 64, _marks(self.stages, self.block_k)),
+            "dq": row * (2 * 128 + results + self.dq_slots * self.dq_block_k)
+            + _small(_marks(self.dq_slots, self.dq_block_k)),
+            "dkv": row * (2 * keys + 2 * results + 2 * self.dkv_stages * self.dkv_block_q)
             + exchange
-            + _small(statistics, statistics, _marks(2 * self.dkv_stages, 64, self.dkv_block_q)),
+            + _small(statistics, statistics, _marks(2 * self.dkv_stages, self.dkv_block_q)),
         }
 
 
-def _marks(flags: int, rows: int, columns: int) -> int:
+def results_apart(head_dim: int) -> bool:
+    """Whether results have shared memory of their own, so that the next tile need not wait until they left."""
+    return head_dim <= 128
+
+
+def _marks(flags: int, columns: int) -> int:
     """Bytes of the marks of a masked call, see `retry_scratch`."""
-    return 2 * (3 + flags) * max(rows, columns)
+    return 2 * (3 + flags) * max(64, columns)
 
 
 def _small(*arrays: int) -> int:
@@ -200,12 +204,12 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     """Output and log-sum-exp; both are all the backward pass keeps."""
     q, k, v = (eights(call[name]) for name in ("query", "key", "value"))
     dims = dimensions(call)
-    tile = 2 * config.block_q
-    T_padded = -(-dims.T // tile) * tile
-    runs = Runs.of(call, tile, config.block_k, "q")
+    T_padded = -(-dims.T // 128) * 128
+    runs = Runs.of(call, 128, config.block_k, "q")
     masks = Masks.of(call, "q") if runs.masked else Masks()
-    kernel = _Forward(dims, config, runs, masks, Logits.of(call), q.dtype)
-    operands = runs.operands() | masks.arrays(call, "q", tile, config.block_k)
+    walk = Walk.of(dims.B, dims.H, T_padded // 128, runs, "q", call.target.cores if config.persistent else 0)
+    kernel = _Forward(dims, config, runs, masks, Logits.of(call), q.dtype, walk)
+    operands = runs.operands() | masks.arrays(call, "q", 128, config.block_k)
     if "sinks" in call:
         operands["sinks"] = call["sinks"]
     out, lse = launch(
@@ -216,7 +220,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
             jax.ShapeDtypeStruct((dims.B, dims.H, T_padded), jnp.float32),
         ),
         scratch=kernel.scratch(),
-        grid=(dims.B, dims.H, T_padded // tile),
+        grid={"program": walk.programs},
         name="softmax_forward",
     )(q, k, v, operands)
     outputs = {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
@@ -240,14 +244,15 @@ class _Forward:
     masks: Masks
     logits: Logits
     dtype: Any
+    walk: Walk
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        return retry_scratch(self.masks, c.block_q, c.stages, c.block_k) | {
-            "q_smem": tile_ref((2, c.block_q, D), self.dtype),
+        scratch = retry_scratch(self.masks, c.stages, c.block_k) | {
+            "q_smem": tile_ref((2, 64, D), self.dtype),
             "k_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
             "v_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
-            "lse_smem": plgpu.SMEM((2, c.block_q), jnp.float32),
+            "lse_smem": plgpu.SMEM((2, 64), jnp.float32),
             "q_ready": plgpu.Barrier(num_barriers=2),
             "k_ready": plgpu.Barrier(num_barriers=c.stages),
             "v_ready": plgpu.Barrier(num_barriers=c.stages),
@@ -255,100 +260,102 @@ class _Forward:
             "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "turn": plgpu.Barrier(num_arrivals=2),
         }
+        return scratch | ({"out_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
 
     def __call__(self, q_ref, k_ref, v_ref, refs, out_ref, lse_ref, **s: Any) -> None:
-        b, h, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        i = lax.axis_index("tile")
-        if self.runs.constant is None:
-            i = lse_ref.shape[2] // (2 * self.config.block_q) - 1 - i  # under a causal mask the last tile works longest
-        row = self.runs.row(refs, b, h, i)
+        warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < 2)
         def _compute() -> None:
             take_registers("compute")
-            compute = partial(self._compute, q_ref, refs, out_ref, lse_ref, s, (b, h, i), row, warpgroup)
-            attempts(s, compute)
+            attempts(s, partial(self._compute, q_ref, refs, out_ref, lse_ref, s, warpgroup))
 
         @pl.when(warpgroup == 2)
         def _copy() -> None:
             take_registers("copy")
-            attempts(s, partial(self._copy, k_ref, v_ref, s, b, lax.div(h, jnp.int32(self.dims.G)), row))
+            attempts(s, partial(self._copy, k_ref, v_ref, refs, s))
 
-    def _copy(self, k_ref, v_ref, s, b, h_kv, row, scrub) -> None:
-        lo, _, _, hi = row
+    def _copy(self, k_ref, v_ref, refs, s, scrub) -> None:
         block_k, stages = self.config.block_k, self.config.stages
 
-        @pl.loop(0, hi - lo)
-        def _block(n):
-            slot = lax.rem(n, jnp.int32(stages))
-            at = (batch_index(k_ref, b), pl.ds((lo + n) * block_k, block_k), h_kv)
-            pl.when(n >= stages)(lambda: plgpu.barrier_wait(s["k_free"].at[slot]))
-            fetch(k_ref.at[at], s["k_smem"].at[slot], s["k_ready"].at[slot])
-            pl.when(n >= stages)(lambda: plgpu.barrier_wait(s["v_free"].at[slot]))
-            how = ()
-            if self.masks.mixed:
-                how = (jnp.logical_and(scrub, masked_block(row, lo + n)), s["raw"], flags_of(s, slot, block_k))
-            fetch(v_ref.at[at], s["v_smem"].at[slot], s["v_ready"].at[slot], *how)
+        def feed(n, blocks):
+            b, h, i = self.walk.place(n)
+            h_kv = lax.div(h, jnp.int32(self.dims.G))
+            row = self.runs.row(refs, b, h, i)
 
-        drain(s["k_free"], stages, hi - lo)
-        drain(s["v_free"], stages, hi - lo)
-        judge(s, self.config.block_q)
+            def block(j, t):
+                slot = lax.rem(t, jnp.int32(stages))
+                at = (batch_index(k_ref, b), pl.ds(j * block_k, block_k), h_kv)
+                pl.when(t >= stages)(lambda: plgpu.barrier_wait(s["k_free"].at[slot]))
+                fetch(k_ref.at[at], s["k_smem"].at[slot], s["k_ready"].at[slot])
+                pl.when(t >= stages)(lambda: plgpu.barrier_wait(s["v_free"].at[slot]))
+                how = ()
+                if self.masks.mixed:
+                    how = (jnp.logical_and(scrub, masked_block(row, j)), s["raw"], flags_of(s, slot, block_k))
+                fetch(v_ref.at[at], s["v_smem"].at[slot], s["v_ready"].at[slot], *how)
+                return t + 1
 
-    def _compute(self, q_ref, refs, out_ref, lse_ref, s, program, row, w, scrub) -> None:
-        b, h, i = program
-        block_q, D = self.config.block_q, self.dims.D
-        q_smem, turn = s["q_smem"].at[w], s["turn"]
-        start = (2 * i + w) * block_q
-        await_stores(scrub)
-        plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds(start, block_q), h], q_smem, s["q_ready"].at[w])
-        rows = self.masks.rows(refs, b, start, block_q)
-        lo, _, _, hi = row
-        step = self._step(refs, s, q_smem, rows, b, lo, hi, scrub)
-        carry = (zeros((block_q, D)), *self._start(refs, b, h))
+            return lax.fori_loop(row[0], row[3], block, blocks)
+
+        copy_tiles(self.walk, s, scrub, {"k_free": 1, "v_free": 1}, feed)
+
+    def _compute(self, q_ref, refs, out_ref, lse_ref, s, w, scrub) -> None:
+        D, apart, last = self.dims.D, results_apart(self.dims.D), self.walk.count() - 1
+        q_smem = s["q_smem"].at[w]
 
         def meet() -> None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(s["turn"])
+            plgpu.barrier_wait(s["turn"])
 
-        plgpu.barrier_wait(s["q_ready"].at[w])
-        pl.when(hi > lo)(lambda: plgpu.barrier_wait(s["k_ready"].at[0]))
-        # one warpgroup sits out the first half block: from here on they alternate
-        pl.when(w == 1)(meet)
-        acc, m, l = self.runs.loop(row, step, carry)
-        pl.when(w == 0)(meet)
-        testify(s, w, acc)
+        def fetch_queries(n: Any) -> None:
+            b, h, i = self.walk.place(n)
+            plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds((2 * i + w) * 64, 64), h], q_smem, s["q_ready"].at[w])
 
-        empty = l == 0.0
-        acc *= across(jnp.where(empty, 0.0, 1.0 / l), acc.shape, 0)
-        q_smem[...] = acc.astype(self.dtype)
-        lse_smem = s["lse_smem"].at[w]
-        lse_smem[...] = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_smem, out_ref.at[b, pl.ds(start, block_q), h])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, h, pl.ds(start, block_q)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        def work(n, blocks):
+            b, h, i = self.walk.place(n)
+            start = (2 * i + w) * 64
+            row = self.runs.row(refs, b, h, i)
+            lo, _, _, hi = row
+            rows = self.masks.rows(refs, b, start, 64)
+            plgpu.barrier_wait(s["q_ready"].at[w])
+            step = self._step(refs, s, q_smem, rows, b, blocks - lo, hi, scrub)
+            first = lax.rem(blocks, jnp.int32(self.config.stages))
+            pl.when(hi > lo)(lambda: plgpu.barrier_wait(s["k_ready"].at[first]))
+            # one warpgroup sits out the first half block: from there on they alternate
+            pl.when(jnp.logical_and(w == 1, n == 0))(meet)
+            acc, m, l = self.runs.loop(row, step, (zeros((64, D)), *self._start(refs, b, h)))
+            pl.when(jnp.logical_and(w == 0, n == last))(meet)
+            empty = l == 0.0
+            acc *= across(jnp.where(empty, 0.0, 1.0 / l), acc.shape, 0)
+            lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
+            own = pl.ds(start, 64)
+            return blocks + (hi - lo), [
+                (acc, s["out_smem"].at[w] if apart else q_smem, out_ref.at[b, own, h]),
+                (lse, s["lse_smem"].at[w], lse_ref.at[b, h, own]),
+            ]
+
+        compute_tiles(self.walk, s, w, scrub, fetch_queries, work, apart=apart)
 
     def _start(self, refs, b, h) -> tuple[jax.Array, jax.Array]:
         """Running maximum (base 2) and sum: a head's sinks count once, here."""
-        block_q = self.config.block_q
-        m = plgpu.layout_cast(jnp.full((block_q,), FLOOR, jnp.float32), ROW)
+        m = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROW)
         if "sinks" not in refs:
-            return m, zeros((block_q,), ROW)
+            return m, zeros((64,), ROW)
         sink = refs["sinks"][batch_index(refs["sinks"], b), h] * LOG2_E
         m = jnp.maximum(m, sink)
         return m, jnp.exp2(sink - m)
 
-    def _step(self, refs, s, q_smem, rows, b, lo, hi, scrub) -> Callable[..., Any]:
+    def _step(self, refs, s, q, rows, b, before, hi, scrub) -> Callable[..., Any]:
         c, D = self.config, self.dims.D
-        shape = (c.block_q, c.block_k)
+        shape = (64, c.block_k)
         turn = s["turn"]
 
         def step(i, carry, *, masked: bool):
             acc, m, l = carry
-            slot = lax.rem(i - lo, jnp.int32(c.stages))
+            slot = lax.rem(i + before, jnp.int32(c.stages))
 
             def qk(s_ref):
-                plgpu.wgmma(s_ref, q_smem, s["k_smem"].at[slot].T)
+                plgpu.wgmma(s_ref, q, s["k_smem"].at[slot].T)
                 plgpu.barrier_arrive(turn)
                 keep = self.masks.keep(refs, rows, b, i * c.block_k, shape) if masked else None
                 return s_ref[...], keep
@@ -383,7 +390,7 @@ class _Forward:
 
             def pv(acc_ref):
                 plgpu.wgmma(acc_ref, p16, s["v_smem"].at[slot])
-                following = lax.rem(i + 1 - lo, jnp.int32(c.stages))
+                following = lax.rem(i + 1 + before, jnp.int32(c.stages))
                 pl.when(i + 1 < hi)(lambda: plgpu.barrier_wait(s["k_ready"].at[following]))
 
             acc = pl.run_state(pv)(plgpu.ACC.init(acc))

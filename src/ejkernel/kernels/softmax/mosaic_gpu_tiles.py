@@ -57,6 +57,7 @@ class Runs:
     before: bool
     inner: bool
     after: bool
+    static: np.ndarray | None = None
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_k: int, side: schedule.Side) -> "Runs":
@@ -69,11 +70,22 @@ class Runs:
         # with a masked tail the bounds stay variables: with constants such a call was seen to take half as long again
         if len(rows) == 1 and not (present[0] or present[2]):
             return cls(None, tuple(int(x) for x in rows[0]), *present)
-        return cls(jnp.asarray(bounds), None, *present)
+        return cls(jnp.asarray(bounds), None, *present, bounds)
 
     @property
     def masked(self) -> bool:
         return self.before or self.after
+
+    @property
+    def pairs_alike(self) -> bool:
+        """Whether tiles i and n - 1 - i of a head are together the same work for all i, as under a causal mask."""
+        if self.constant is not None:
+            return True
+        if not isinstance(self.static, np.ndarray) or self.static.shape[:2] != (1, 1):
+            return False
+        blocks = self.static[0, 0, :, 3] - self.static[0, 0, :, 0]
+        pairs = blocks + blocks[::-1]
+        return bool(pairs.max() <= 1.05 * pairs.mean())
 
     def operands(self) -> dict[str, jax.Array]:
         return {} if self.bounds is None else {"bounds": self.bounds}
@@ -98,6 +110,65 @@ class Runs:
             if exists:
                 carry = lax.fori_loop(first, last, lambda i, c, m=masked: step(i, c, masked=m), carry)
         return carry
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Which tiles a program computes, one after another.
+
+    Where there are many tiles, as many programs as the device has cores share them: what starts and ends a tile then
+    hides behind the work of its neighbours. Each takes every `programs`-th tile, so that programs that run together
+    read the same keys. Such a fixed deal is fair if the tiles are alike, or alike in pairs (then a program takes a tile
+    of one head together with its mirror image of the next), and if they go round without much left over. Otherwise
+    every tile has a program, and the hardware deals.
+    """
+
+    tiles: int
+    heads: int
+    units: int
+    programs: int
+    paired: bool
+    reverse: bool
+
+    @classmethod
+    def of(cls, batch: int, heads: int, tiles: int, runs: Runs, side: schedule.Side, cores: int) -> "Walk":
+        count, alike = batch * heads * tiles, runs.constant is not None
+        paired = not alike and runs.pairs_alike and batch * heads % 2 == 0
+        units = count // 2 if paired else count
+        rounds = -(-units // cores) if cores else 0
+        # under a causal mask the last queries and the first keys work longest, and should start first
+        reverse = side == "q" and not alike
+        if (alike or paired) and rounds > 1 and units >= 0.95 * rounds * cores:
+            return cls(tiles, heads, units, cores, paired, reverse)
+        return cls(tiles, heads, count, count, False, reverse)
+
+    @property
+    def single(self) -> bool:
+        return self.programs == self.units
+
+    def count(self) -> Any:
+        """Tiles of this program."""
+        if self.single:
+            return 1
+        turns = lax.div(self.units - 1 - lax.axis_index("program"), jnp.int32(self.programs)) + 1
+        return 2 * turns if self.paired else turns
+
+    def place(self, n: Any) -> tuple[Any, Any, Any]:
+        """Batch, head and tile of this program's n-th tile."""
+        unit = lax.axis_index("program")
+        if not self.single:
+            unit += (lax.div(n, jnp.int32(2)) if self.paired else n) * self.programs
+        head, tile = lax.div(unit, jnp.int32(self.tiles)), lax.rem(unit, jnp.int32(self.tiles))
+        if self.reverse:
+            tile = self.tiles - 1 - tile
+        if self.paired:
+            second = lax.rem(n, jnp.int32(2))
+            head, tile = 2 * head + second, jnp.where(second == 1, self.tiles - 1 - tile, tile)
+        return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
+
+    def loop(self, tile: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """carry after tile(n, carry) for all tiles of this program."""
+        return tile(jnp.int32(0), carry) if self.single else lax.fori_loop(0, self.count(), tile, carry)
 
 
 @dataclass(frozen=True)
@@ -239,7 +310,7 @@ def take_registers(role: Literal["compute", "copy"]) -> None:
         plgpu.set_max_registers(40, action="decrease")
 
 
-def retry_scratch(masks: Masks, rows: int, flags: int, columns: int) -> dict[str, Any]:
+def retry_scratch(masks: Masks, flags: int, columns: int) -> dict[str, Any]:
     """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
 
     `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
@@ -248,22 +319,22 @@ def retry_scratch(masks: Masks, rows: int, flags: int, columns: int) -> dict[str
     if not masks.mixed:
         return {}
     return {
-        "marks": plgpu.SMEM((3 + flags, max(rows, columns)), jnp.bfloat16),
+        "marks": plgpu.SMEM((3 + flags, max(64, columns)), jnp.bfloat16),
         "judged": plgpu.Barrier(num_arrivals=2),
         "verdict": plgpu.Barrier(),
         "raw": plgpu.Barrier(),
     }
 
 
-def nans_of(s: dict[str, Any], w: Any, rows: int) -> Any:
-    return s["marks"].at[w, pl.ds(0, rows)]
+def nans_of(s: dict[str, Any], w: Any) -> Any:
+    return s["marks"].at[w, pl.ds(0, 64)]
 
 
 def flags_of(s: dict[str, Any], slot: Any, columns: int) -> Any:
     return s["marks"].at[3 + slot, pl.ds(0, columns)]
 
 
-def attempts(s: dict[str, Any], attempt: Callable[[Any], None]) -> None:
+def attempts(s: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
     """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
 
     A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
@@ -277,37 +348,104 @@ def attempts(s: dict[str, Any], attempt: Callable[[Any], None]) -> None:
     @pl.loop(0, 2)
     def _attempt(n):
         pl.when(n == 1)(lambda: plgpu.barrier_wait(s["verdict"]))
-        pl.when(jnp.logical_or(n == 0, s["marks"][2, 0].astype(jnp.float32) != 0.0))(lambda: attempt(n == 1))
+
+        @pl.when(jnp.logical_or(n == 0, s["marks"][2, 0].astype(jnp.float32) != 0.0))
+        def _run() -> None:
+            attempt(n == 1)
 
 
-def await_stores(scrub: Any) -> None:
-    """Before a second attempt, wait for the first one's results to arrive, lest they overtake its own."""
-    if scrub is not False:
+def compute_tiles(
+    walk: Walk,
+    s: dict[str, Any],
+    w: Any,
+    scrub: Any,
+    fetch: Callable[[Any], None],
+    work: Callable[[Any, Any], tuple[Any, list[tuple[jax.Array, Any, Any]]]],
+    *,
+    apart: bool,
+) -> Any:
+    """A compute warpgroup's part of an attempt; how many blocks it took.
+
+    Args:
+        fetch: starts the copies of what the n-th tile owns.
+        work: (n, blocks so far) to blocks so far, and results: (value, shared memory to pass through, where to).
+        apart: whether that shared memory is only for results; if not, the next tile's copies wait until they left.
+    """
+    count = walk.count()
+
+    def following(n: Any) -> None:
+        if not walk.single:
+            pl.when(n + 1 < count)(lambda: fetch(n + 1))
+
+    def tile(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        blocks, nought = carry
+        blocks, results = work(n, blocks)
+        if apart:
+            following(n)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results
+        if nought is not None:
+            nought += sum((value * 0.0).sum(axis=1) for value, _, _ in results if value.ndim == 2)
+        for value, smem, _ in results:
+            smem[...] = value.astype(smem.dtype)
+        plgpu.commit_smem()
+        for _, smem, target in results:
+            plgpu.copy_smem_to_gmem(smem, target)
+        if not apart:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            following(n)
+        return blocks, nought
+
+    if scrub is not False:  # lest the first attempt's results overtake the second's
         pl.when(scrub)(lambda: plgpu.wait_smem_to_gmem(0))
+    fetch(jnp.int32(0))
+    blocks, nought = walk.loop(tile, (jnp.int32(0), zeros((64,), ROW) if "verdict" in s else None))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _testify(s, w, scrub, nought)
+    return blocks
 
 
-def drain(free: Any, slots: int, uses: Any) -> None:
+def copy_tiles(
+    walk: Walk, s: dict[str, Any], scrub: Any, rings: dict[str, int], feed: Callable[[Any, Any], Any]
+) -> None:
+    """The copying warpgroup's part: feed(n, blocks so far) -> blocks so far fills the rings for the n-th tile.
+
+    `rings` has the barriers of slots that became free, and how many slots a block takes.
+    """
+    blocks = walk.loop(feed, jnp.int32(0))
+    for free, each in rings.items():
+        drain(s[free], blocks * each)
+    _judge(s, scrub)
+
+
+def drain(free: Any, uses: Any) -> None:
     """Wait until the slots of a ring that was used so often are free, so that another attempt finds them so."""
-    for slot in range(slots):
+    for slot in range(free.shape[0]):
         pl.when(uses > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
-def testify(s: dict[str, Any], w: Any, *sums: jax.Array) -> None:
+def _testify(s: dict[str, Any], w: Any, scrub: Any, nought: Any) -> None:
     """Let the judge know whether this compute warpgroup's results hold a nan."""
-    if "verdict" in s:
-        nought = [(x * 0.0).sum(axis=1) for x in sums]  # nan for nan and infinities
-        nans_of(s, w, sums[0].shape[0])[...] = sum(nought[1:], nought[0]).astype(jnp.bfloat16)
+
+    def say() -> None:
+        nans_of(s, w)[...] = nought.astype(jnp.bfloat16)
         plgpu.barrier_arrive(s["judged"])
 
-
-def judge(s: dict[str, Any], rows: int) -> None:
-    """The copying warpgroup's part: only one may reduce to a scalar, since Mosaic's scratch for it is shared."""
     if "verdict" in s:
+        pl.when(jnp.logical_not(scrub))(say)
+
+
+def _judge(s: dict[str, Any], scrub: Any) -> None:
+    """Only one warpgroup may reduce to a scalar, since Mosaic's scratch for it is shared."""
+
+    def decide() -> None:
         plgpu.barrier_wait(s["judged"])
-        first, second = (load(nans_of(s, w, rows), ROW).astype(jnp.float32) for w in range(2))
+        first, second = (load(nans_of(s, w), ROW).astype(jnp.float32) for w in range(2))
         nought = first + second
         s["marks"][2, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
         plgpu.barrier_arrive(s["verdict"])
+
+    if "verdict" in s:
+        pl.when(jnp.logical_not(scrub))(decide)
 
 
 def masked_block(row: tuple[Any, ...], i: Any) -> jax.Array:
@@ -376,10 +514,10 @@ def launch(
     *,
     out_type: Any,
     scratch: dict[str, Any],
-    grid: tuple[int, int, int],
+    grid: dict[str, int],
     name: str,
 ) -> Callable[..., Any]:
-    """A kernel over (batch, head, tile), the tile fastest."""
+    """A kernel over a grid of named dimensions, the last one fastest."""
     lowering = plgpu.LoweringSemantics.Lane if semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
     names = list(scratch)
 
@@ -390,8 +528,8 @@ def launch(
         entry,
         out_type=out_type,
         scratch_types=list(scratch.values()),
-        grid=grid,
-        grid_names=("batch", "head", "tile"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=3,
         thread_name="warpgroup",
         # one reduction crosses warps, the judge's: 4 numbers; D256 has no shared memory to spare
