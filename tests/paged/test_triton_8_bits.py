@@ -23,6 +23,7 @@ CASES = (
     Case("e5m2-tokens-splits", cache="float8_e5m2", queries=2, lengths=(40, 9), L=4, options={"num_splits": 3}, **HALF),
     Case("int8-ragged", cache="int8", kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS, scales=True,
          options={"softmax_scale": 0.01}, **HALF),
+    Case("e5m2-ragged-24-float32", cache="float8_e5m2", kind="ragged", queries=(9, 1), lengths=(20, 17), D=24),
 )  # fmt: skip
 
 

@@ -26,9 +26,9 @@ def reports(target: Target, call_for, *arrays):
     return {report.kernel: report for report in compile_launches(run, *arrays, target=target.arch)}
 
 
-def mixed(target: Target, D: int):
-    """60 decodes and some prefills: decode, merge and prefill kernels."""
-    arrays = struct((300, 8, D), "bfloat16"), struct((512, 16, 4, D), "bfloat16")
+def mixed(target: Target, D: int, cache: str):
+    """Decodes and some prefills: decode, merge and prefill kernels."""
+    arrays = struct((300, 8, D), "bfloat16"), struct((512, 16, 4, D), cache)
     return reports(target, ragged_page_call, *arrays, struct((8,)), struct((8, 64)), struct((9,)), struct(()))
 
 
@@ -38,9 +38,18 @@ def decode(L: int, cache: str):
     return reports(H200, page_call, *arrays)["decode_kernel"]
 
 
-@pytest.mark.parametrize(("arch", "D"), [("sm_80", 128), ("sm_90", 128), ("sm_90", 256), ("sm_100", 128)])
-def test_a_mixed_batch_fits(arch, D):
-    found = mixed(Target("gpu", arch, arch), D)
+@pytest.mark.parametrize(
+    ("arch", "D", "cache"),
+    [
+        ("sm_80", 128, "bfloat16"),
+        ("sm_80", 128, "int8"),
+        ("sm_90", 128, "bfloat16"),
+        ("sm_90", 256, "bfloat16"),
+        ("sm_100", 128, "bfloat16"),
+    ],
+)
+def test_a_mixed_batch_fits(arch, D, cache):
+    found = mixed(Target("gpu", arch, arch), D, cache)
     assert set(found) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
     for report in found.values():
         assert report.shared_bytes <= TARGETS[arch], report
@@ -67,6 +76,14 @@ def test_decode_of_8_bits_moves_no_single_byte(cache):
     assert not re.search(r"(ld|st)\.shared\S*[bsu]8", report.ptx)
     assert not re.search(r"cp\.async\.ca", report.ptx)
     assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", report.ptx)) == (2 * 64 if cache == "float8_e4m3fn" else 0)
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
+def test_prefill_of_8_bits_multiplies_all_columns_at_once(cache):
+    report = mixed(H200, 128, cache)["prefill_kernel"]
+    assert not report.problems, report
+    # values, in both loops: 64 keys, 16 at a time
+    assert len(re.findall(r"wgmma\.mma_async\S+m64n128k16\.f32\.f16\.f16", report.ptx)) == 2 * 4
 
 
 @pytest.mark.parametrize(

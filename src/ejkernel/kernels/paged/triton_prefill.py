@@ -93,8 +93,6 @@ def prefill_kernel(
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
     NARROW: tl.constexpr,
-    PAIRED: tl.constexpr,
-    PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Sequences of at most MOST_TOKENS queries are left to decode_kernel."""
@@ -145,16 +143,16 @@ def prefill_kernel(
     if K_SCALED:
         scale *= tl.load(p_k_scale + i_b * s_k_scale + i_h)
     o_row = (i_b.to(tl.int64) * T + o_token) * H + o_head
-    # (BR, BD) twice, (BR,)
-    b_q, b_q_odd, b_scale = load_queries(p_q, o_row, m_r, scale, D, BD, NARROW, PAIRED)
+    # (BR, BD) twice, (BR,); not in pairs: wgmma takes float16 from shared memory anyway, and products would be halved
+    b_q, b_q_odd, b_scale = load_queries(p_q, o_row, m_r, scale, D, BD, NARROW, PAIRED=False)
     b_top, b_sum, b_out = walk(
         b_q, b_q_odd, length - n_tokens + o_rows // G, b_top, b_sum,
         p_k + (i_b.to(tl.int64) * s_k * K_TOKEN + i_h * K_HEAD),
         p_v + (i_b.to(tl.int64) * s_v * V_TOKEN + i_h * V_HEAD + V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
         low, high, i_first, i_last, i_full, i_full_last, b_scale, soft_cap,
-        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, True, CAPPED, TABLE, 1, PAIRED, PTX,
-        PRECISION,
+        L, K_TOKEN, V_TOKEN, D, DV, BD, BDV, BR, BK, WINDOW, CAUSAL, True, CAPPED, TABLE, GROUPS=1,
+        PAIRED=False, PTX=False, PRECISION=PRECISION,
     )  # fmt: skip
     v_scale = 1.0
     if V_SCALED:
