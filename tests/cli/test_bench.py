@@ -327,3 +327,26 @@ def test_times_order_the_platforms_of_auto(tmp_path, monkeypatch):
     assert told.platform == "triton" and told.gradient is not None and told.gradient.platform == "xla"
     assert told.reason.startswith(f"fastest measured at {bucket}, the nearest to B4-T64")
     assert told.reason.endswith("triton 1000 us, xla 2000 us")
+
+
+def test_a_run_of_auto_is_another_of_the_platform_it_took():
+    """Its faster time counts, for the passes that it gave to that platform alone."""
+
+    def result(contender, platform, what, milliseconds):
+        place = {"operations": ["flash_attention"], "bucket": "b", "config": None, "platform": platform}
+        found = {"case": "c", "what": what, "contender": contender, "status": "ok", "milliseconds": milliseconds}
+        return found | {"tuning": place}
+
+    times = {"xla": (2.0, 5.0), "triton": (1.0, 7.0), "auto": (0.5, 3.0)}
+    results = [
+        result(name, "triton" if name == "auto" else name, what, milliseconds)
+        for name, both in times.items()
+        for what, milliseconds in zip((FORWARD, BOTH), both, strict=True)
+    ]
+    took = {FORWARD: "triton", BOTH: "triton, xla"}
+    found = {"results": results, "cases": {"c": {"auto": took}}, "contenders": {name: name for name in times}}
+    entries = tuned(found).entries["flash_attention"]["b"]
+    assert {name: (e["microseconds"], e["training"]) for name, e in entries.items()} == {
+        "xla": (2000.0, 5000.0),
+        "triton": (500.0, 7000.0),
+    }
