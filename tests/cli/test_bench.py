@@ -200,13 +200,23 @@ def test_list_and_unknown_names(toy):
     result = run("softmax", "--list", "--case", "^dense", "--platform", "auto", "--platform", "xla")
     assert result.exit_code == 0 and CAUSAL.name in result.output and DOCUMENTS.name not in result.output
     assert "ejkernel-auto" in result.output and "jax-nn" in result.output
-    for wrong in (["--peer", "flesh"], ["--platform", "abacus"], ["--case", "nothing"], ["--case", "("]):
-        assert run("softmax", *wrong).exit_code == 2
+    for wrong, said in (
+        ("--peer flesh", "flesh is unknown"),
+        ("--platform abacus", "abacus is unknown"),
+        ("--case nothing", f"no case matches 'nothing'; there are {CAUSAL.name}"),
+        ("--case (", "no regular expression"),
+    ):
+        result = run("softmax", *wrong.split())
+        assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
 
 
-def test_a_foreign_file_is_not_shown(tmp_path):
-    (tmp_path / "x.json").write_text('{"schema": 0}')
-    assert run("show", str(tmp_path / "x.json")).exit_code == 2
+@pytest.mark.parametrize("text", ['{"schema": 0}', "# not JSON"])
+def test_a_foreign_file_is_not_shown(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    result = run("show", str(tmp_path / "x.json"))
+    assert result.exit_code == 2 and "does not hold what --json keeps" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 # Cases ------------------------------------------------------------------------------------------------------

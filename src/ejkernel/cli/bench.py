@@ -96,9 +96,10 @@ def _run(name: str, options: Options) -> None:
     console, backend = screen.console(), jax.default_backend()
     contenders, missing = _contenders(benchmark, backend, options)
     wanted = _matching(options.case)
-    cases = [case for case in benchmark.cases(backend, options.quick) if wanted(case.name)]
-    if not cases or not contenders:
-        raise typer.BadParameter(f"nothing to measure: {len(cases)} cases, {len(contenders)} contenders")
+    known = benchmark.cases(backend, options.quick)
+    cases = [case for case in known if wanted(case.name)]
+    if not cases:
+        raise typer.BadParameter(f"no case matches {options.case!r}; there are {', '.join(c.name for c in known)}")
     if options.only_list:
         _print_lines(console, [case.name for case in cases])
         _print_lines(console, [f"{c.key}: {c.name}" for c in contenders])
@@ -177,9 +178,12 @@ def show(
     from ejkernel.bench import report
 
     try:
-        found = report.only(report.load(file), _matching(case))
+        loaded = report.load(file)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{file} does not hold what --json keeps: {error}") from None
+    found = report.only(loaded, _matching(case))
+    if not found["cases"]:
+        raise typer.BadParameter(f"no case matches {case!r}; there are {', '.join(loaded['cases'])}")
     if markdown:
         print(report.markdown(found))
     _show(screen.console(), found, plot, tuned, tables=not markdown)

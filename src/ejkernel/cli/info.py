@@ -75,6 +75,8 @@ def platforms() -> dict[str, Works]:
         operations, reasons = [], {}
         for name in list_operations():
             operation = get_operation(name)
+            if platform not in operation.implementations:
+                continue
             refused = [refusals(operation, platform, call.on(target)) for call in operation.probes().values()]
             if not all(refused):
                 operations.append(name)

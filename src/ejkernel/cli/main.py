@@ -59,16 +59,18 @@ def verify(
     console = screen.console()
     unknown = sorted(set(operations or ()) - set(list_operations()))
     if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(list_operations())}")
+        raise typer.BadParameter(f"unknown operation {', '.join(unknown)}; known: {', '.join(list_operations())}")
     if platform not in (None, *PLATFORMS):
-        raise typer.BadParameter(f"{platform}; known: {', '.join(PLATFORMS)}")
+        raise typer.BadParameter(f"unknown platform {platform}; known: {', '.join(PLATFORMS)}")
     work, refused = [], {}
     for case in all_cases():
         if operations and case.operation not in operations:
             continue
         able, refusals = platforms_for(case)
         work.append((case, [p for p in able if platform in (None, p)]))
-        refused |= {p: reasons for p, reasons in refusals.items() if platform in (None, p)}
+        for p, reasons in refusals.items():
+            if platform in (None, p):
+                refused.setdefault(p, reasons)
     done = []
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=sum(len(platforms) for _, platforms in work))
@@ -80,7 +82,8 @@ def verify(
                 if not console.is_terminal:  # no bar in a log
                     verdict = "ok" if outcome.ok else "FAILED"
                     console.print(f"{case.operation}, {case.name}, {outcome.platform}: {verdict}", markup=False)
-    console.print(_outcome_table(done))
+    if done:
+        console.print(_outcome_table(done))
     _summarise(console, done, refused)
 
 
@@ -138,8 +141,8 @@ def _summarise(console: Console, outcomes: "list[Outcome]", refused: dict[str, l
 def explain(
     operation: Annotated[str, typer.Argument(help="Such as flash_attention.")],
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Queries.")] = 1024,
-    kv_length: Annotated[int | None, typer.Option(min=1, help="Keys; default: as many as queries.")] = None,
+    length: Annotated[int, typer.Option(min=1, help="Queries; of a decode, keys.")] = 1024,
+    kv_length: Annotated[int | None, typer.Option(min=1, help="Keys; default: the length.")] = None,
     heads: Annotated[int, typer.Option(min=1)] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Default: as many as query heads.")] = None,
     dim: Annotated[int, typer.Option(min=1, help="Head dimension of queries and keys.")] = 64,

@@ -8,8 +8,8 @@ from rich.table import Table
 
 def console() -> Console:
     found = Console(highlight=False)
-    # into a file or a log, tables need room
-    return found if found.is_terminal else Console(highlight=False, width=180)
+    # into a file or a log, tables need room: that of a benchmark with nine columns of names
+    return found if found.is_terminal else Console(highlight=False, width=240)
 
 
 def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = (), **options: Any) -> Table:
