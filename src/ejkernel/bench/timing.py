@@ -30,7 +30,7 @@ def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: flo
 
     A run takes a number of calls and returns the seconds these took together.
     """
-    calls = {name: max(1, math.ceil(SAMPLE_SECONDS / run(1))) for name, run in runs.items()}
+    calls = {name: _enough(run) for name, run in runs.items()}
     found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         for name, run in runs.items():
@@ -39,3 +39,14 @@ def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: flo
             time.sleep(rest)
             found[name].append(run(calls[name]) / calls[name])
     return {name: Samples(found[name], calls[name]) for name in runs}
+
+
+def _enough(run: Callable[[int], float]) -> int:
+    """Calls that fill a sample. A single one tells little: on a GPU it is mostly the way there and back."""
+    calls = 1
+    for _ in range(6):
+        seconds = run(calls)
+        if seconds >= SAMPLE_SECONDS:
+            break
+        calls = max(calls + 1, math.ceil(calls * SAMPLE_SECONDS / seconds))
+    return calls
