@@ -105,3 +105,18 @@ def test_a_config_that_does_not_fit_is_refused(D):
     assert mosaic_gpu.unsupported_config(call, config) == []
     (reason,) = mosaic_gpu.unsupported_config(call, replace(config, block_k=256, stages=4))[:1]
     assert "forward kernel needs" in reason and "232448" in reason
+    found = mosaic_gpu.search_space(call)
+    assert found[0] == config and len(set(found)) == len(found)
+    assert all(mosaic_gpu.unsupported_config(call, other) == [] for other in found)
+    assert {other.persistent for other in found} == {True, False}
+
+
+def test_a_batch_may_pass_the_limit_of_a_second_grid_dimension():
+    q = jax.ShapeDtypeStruct((70000, 16, 1, 64), jnp.bfloat16)
+
+    def attend(query):
+        call = canonicalise(query, query, query).on(HOPPER)
+        assert mosaic_gpu.unsupported(call) == []
+        return mosaic_gpu.forward(call, mosaic_gpu.default_config(call))
+
+    assert "mosaic_gpu" in jax.jit(attend).trace(q).lower(lowering_platforms=("cuda",)).as_text()

@@ -95,7 +95,7 @@ def _dq(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, 
         config.semantics,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch=kernel.scratch(),
-        grid={"program": walk.programs},
+        programs=walk.programs,
         name="softmax_dq",
     )(*tensors, runs.operands() | masks.arrays(call, "q", 128, config.dq_block_k))
 
@@ -113,7 +113,7 @@ def _dkv(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array,
         config.semantics,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)),
         scratch=kernel.scratch(),
-        grid={"program": walk.programs},
+        programs=walk.programs,
         name="softmax_dkv",
     )(*tensors, runs.operands() | masks.arrays(call, "k", keys, config.dkv_block_q))
 
