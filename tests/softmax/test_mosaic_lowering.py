@@ -1,13 +1,15 @@
 """The Mosaic GPU kernels lower for Hopper on a machine that has none."""
 
+import math
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax import mosaic_gpu
+from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import Runs, Walk
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
@@ -62,8 +64,11 @@ def test_lowers_forward_and_backward(name):
 
 @pytest.mark.parametrize("side", ["q", "k"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("B", "T", "H"), [(2, 8192, 16), (8, 2000, 16), (1, 5000, 8), (1, 16384, 5)])
-def test_programs_share_the_tiles(B, T, H, causal, side):
+@pytest.mark.parametrize(
+    ("B", "T", "H", "cores"),
+    [(2, 8192, 16, 132), (8, 2000, 16, 132), (1, 5000, 8, 132), (1, 16384, 5, 132), (1, 1100, 4, 3), (1, 640, 2, 1)],
+)
+def test_programs_share_the_tiles(B, T, H, cores, causal, side):
     """Every tile is somebody's, once, and where programs take several they have the same work."""
     q = jax.ShapeDtypeStruct((B, T, H, 128), jnp.bfloat16)
     tiles = -(-T // 128)
@@ -71,13 +76,14 @@ def test_programs_share_the_tiles(B, T, H, causal, side):
     def look(query):
         call = canonicalise(query, query, query, causal=causal).on(HOPPER)
         runs = Runs.of(call, 128, 128, side)
-        walks.append(Walk.of(B, H, tiles, runs, side, 132))
+        walks.extend(Walk.of(B, H, tiles, runs, side, n) for n in (cores, 0))
         return query
 
     walks: list[Walk] = []
     jax.eval_shape(look, q)
-    (walk,) = walks
+    walk, unknown = walks
     assert walk.single == ((B, T) == (1, 5000) or (causal and H % 2 == 1))
+    assert unknown.single and unknown.programs == B * H * tiles
 
     def mine(_):
         return jax.lax.fori_loop(0, walk.count(), lambda n, found: found.at[n].set(jnp.stack(walk.place(n))), empty)
@@ -92,6 +98,35 @@ def test_programs_share_the_tiles(B, T, H, causal, side):
         blocks = blocks[::-1] if side == "k" else blocks
         work = np.where(found[..., 0] >= 0, blocks[found[..., 2]], 0).sum(1)
         assert work.max() - work.min() <= blocks[0] + blocks[-1]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)
+def test_shared_memory_is_what_the_kernels_allocate(D, split, monkeypatch):
+    """Arrays in whole kilobytes, Mosaic's scratch in one more, and barriers of 8 bytes for which 256 are set aside."""
+    arrays, options = arguments(D, causal=True)
+    allocated = {}
+
+    def record(body, semantics, *, out_type, scratch, programs, name):
+        barriers = [x.num_barriers for x in scratch.values() if isinstance(x, plgpu.Barrier)]
+        tiles = [math.prod(x.shape) * x.dtype.itemsize for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
+        kilobytes = 1 + sum(-(-size // 1024) for size in tiles)
+        allocated[name.removeprefix("softmax_")] = 1024 * kilobytes + 256
+        assert 8 * sum(map(np.prod, barriers)) <= 256
+        return lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
+
+    def both(query, key, value):
+        call = canonicalise(query, key, value, **options).on(HOPPER)
+        config = replace(mosaic_gpu.default_config(call), dkv_split=split)
+        outputs, residuals = mosaic_gpu.forward(call, config)
+        assert mosaic_gpu.backward(call, residuals, outputs, config)
+        return config.shared_bytes(D)
+
+    for module in (mosaic_gpu, mosaic_gpu_bwd):
+        monkeypatch.setattr(module, "launch", record)
+    expected = {}
+    jax.eval_shape(lambda *x: expected.update(both(*x)) or x, *arrays)
+    assert expected == allocated
 
 
 @pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)

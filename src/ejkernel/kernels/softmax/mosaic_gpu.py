@@ -95,7 +95,7 @@ class Config:
     def shared_bytes(self, head_dim: int) -> dict[str, int]:
         """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes."""
         row, results = 2 * head_dim, 128 if results_apart(head_dim) else 0
-        keys = 64 if self.dkv_split else 128
+        keys, gradients = (64, 0) if self.dkv_split else (128, 2 * results)
         exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
         statistics = 4 * self.dkv_stages * self.dkv_block_q
         return {
@@ -103,7 +103,7 @@ class Config:
             + _small(8 * 64, _marks(self.stages, self.block_k)),
             "dq": row * (2 * 128 + results + self.dq_slots * self.dq_block_k)
             + _small(_marks(self.dq_slots, self.dq_block_k)),
-            "dkv": row * (2 * keys + 2 * results + 2 * self.dkv_stages * self.dkv_block_q)
+            "dkv": row * (2 * keys + gradients + 2 * self.dkv_stages * self.dkv_block_q)
             + exchange
             + _small(statistics, statistics, _marks(2 * self.dkv_stages, self.dkv_block_q)),
         }

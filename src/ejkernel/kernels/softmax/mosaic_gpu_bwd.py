@@ -9,12 +9,13 @@ Registers: dq D/2, logits and dp dq_block_k/2 each, ds in 16 bits dq_block_k/4. 
 D128/64: 64+64+16, D256/64: 128+64+16. Shared memory: 4*128*D bytes of queries and dout, 2*slots*block*D of the ring.
 D64/128/4: 32+64 KB, D128/64/6: 64+96, D192/64/4: 96+96, D256/64/3: 128+96.
 
-dk/dv: 128 keys a program, 64 a warpgroup, both gradients in its registers: D + dkv_block_q (logits, dp) +
+dk/dv: 128 keys a tile, 64 a warpgroup, both gradients in its registers: D + dkv_block_q (logits, dp) +
 dkv_block_q/2 (weights and ds in 16 bits). D64/64: 64+64+32, D128/64: 128+64+32. A group's query heads are summed in
-registers. Beyond D128 two gradients of 64 keys do not fit one warpgroup: `dkv_split` gives one warpgroup dv and the
-other dk of the same 64 keys. The first computes the weights and hands them to the second through shared memory; each
-does two of the four matmuls. D256/64: 128+32+16 and 128+32+32+16. Shared memory: keys and values (64 KB at D256),
-two stages of queries and dout (128 KB), two buffers of weights (16 KB).
+registers. Shared memory: keys and values, dk and dv, and `dkv_stages` of queries and dout; D128/64/2: 64 KB each.
+Beyond D128 two gradients of 64 keys do not fit one warpgroup: `dkv_split` gives one warpgroup dv and the other dk of
+the same 64 keys. The first computes the weights and hands them to the second through shared memory; each does two of
+the four matmuls. D256/64: 128+32+16 and 128+32+32+16. Shared memory: keys and values (64 KB at D256), two stages of
+queries and dout (128 KB), two buffers of weights (16 KB).
 """
 
 import math
