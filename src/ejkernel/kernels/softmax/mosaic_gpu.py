@@ -1,9 +1,9 @@
 """Softmax attention on Hopper through Pallas Mosaic GPU: warp-specialised, pipelined wgmma. Forward.
 
-A tile is 128 query rows of one head. Two compute warpgroups hold 64 rows each; a third one
-copies key and value blocks into a ring of `stages` shared-memory slots. The compute warpgroups meet at a barrier
-twice per key block and run half a block apart, so that one does its softmax while the other feeds the tensor cores.
-The block schedule gives each program three runs of key blocks: masked, unmasked, masked.
+A tile is 128 query rows of one head; a program computes one, or one after another. Two compute warpgroups hold 64 rows
+each; a third one copies key and value blocks into a ring of `stages` shared-memory slots. The compute warpgroups meet
+at a barrier twice per key block and run half a block apart, so that one does its softmax while the other feeds the
+tensor cores. The block schedule gives each tile three runs of key blocks: masked, unmasked, masked.
 
 Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2.
 D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128.
@@ -58,7 +58,7 @@ SMEM_BYTES = 232448
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes. A warpgroup holds 64 rows of queries (forward, dq) or keys (dk/dv) per multiple of 64.
+    """How a tile is computed; a compute warpgroup owns 64 rows of queries (forward, dq) or keys (dk/dv).
 
     Attributes:
         block_k: forward, keys of a block.

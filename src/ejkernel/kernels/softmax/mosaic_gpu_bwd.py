@@ -3,11 +3,12 @@
 No sum crosses programs, so the gradients are the same bits every run. The price is seven matmuls instead of five:
 logits and dp are computed once per kernel. Logits are recomputed in base 2 against the kept log-sum-exp.
 
-dq: 128 queries a program, 64 a warpgroup; keys and values stream through one ring of `dq_slots` slots, in the order
+dq: 128 queries a tile, 64 a warpgroup; keys and values stream through one ring of `dq_slots` slots, in the order
 k0 v0 k1 v1 ..., so that an odd number of slots is of use (D256 has room for three).
 Registers: dq D/2, logits and dp dq_block_k/2 each, ds in 16 bits dq_block_k/4. D64/128: 32+128+32,
-D128/64: 64+64+16, D256/64: 128+64+16. Shared memory: 4*128*D bytes of queries and dout, 2*slots*block*D of the ring.
-D64/128/4: 32+64 KB, D128/64/6: 64+96, D192/64/4: 96+96, D256/64/3: 128+96.
+D128/64: 64+64+16, D256/64: 128+64+16. Shared memory: 512*D bytes of queries and dout, 256*D of dq (up to D128; beyond,
+it takes the queries' place), 2*slots*block*D of the ring. D64/128/4: 32+16+64 KB, D128/64/6: 64+32+96,
+D192/64/4: 96+96, D256/64/3: 128+96.
 
 dk/dv: 128 keys a tile, 64 a warpgroup, both gradients in its registers: D + dkv_block_q (logits, dp) +
 dkv_block_q/2 (weights and ds in 16 bits). D64/64: 64+64+32, D128/64: 128+64+32. A group's query heads are summed in

@@ -81,7 +81,7 @@ class Runs:
         """Whether tiles i and n - 1 - i of a head are together the same work for all i, as under a causal mask."""
         if self.constant is not None:
             return True
-        if not isinstance(self.static, np.ndarray) or self.static.shape[:2] != (1, 1):
+        if self.static is None or self.static.shape[:2] != (1, 1):
             return False
         blocks = self.static[0, 0, :, 3] - self.static[0, 0, :, 0]
         pairs = blocks + blocks[::-1]
