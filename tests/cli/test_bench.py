@@ -261,8 +261,8 @@ def test_samples_are_taken_in_turns():
         return run
 
     found = in_turns({"quick": runner("quick", 0.001), "slow": runner("slow", 2.0)}, repeats=5)
-    assert seen[:3] == [("quick", 1), ("quick", 25), ("slow", 1)]  # how many calls make a sample
-    assert seen[3:7] == [("quick", 25), ("slow", 1)] * 2
+    assert seen[:4] == [("quick", 1), ("quick", 25), ("quick", 25), ("slow", 1)]  # how many calls make a sample
+    assert seen[4:8] == [("quick", 25), ("slow", 1)] * 2
     assert found["quick"].median == pytest.approx(0.001) and len(found["quick"].seconds) == 5
     assert len(found["slow"].seconds) == 3  # not a close race
     assert timing.Samples([3.0, 1.0, 8.0, 2.0], 1).median == 2.5

@@ -108,6 +108,13 @@ def test_use_config_nests_and_ends_with_an_error():
     assert chosen()[1] == "default"
 
 
+@pytest.mark.parametrize("cfg", [64, "fast", xla.Config])
+def test_use_config_of_what_is_no_config(cfg):
+    expected = pytest.raises(TypeError, match="must be a platform's Config or a dict of its fields")
+    with expected, use_config("flash_attention", cfg):
+        pass
+
+
 def test_use_config_with_unknown_fields():
     with use_config("flash_attention", {"num_warps": 4}), pytest.raises(ValueError, match=r"\['num_warps'\].*block_q"):
         flash_attention(Q, Q, Q)
@@ -292,3 +299,9 @@ def test_a_config_for_blocksparse():
     blocks = np.ones((2, 2), bool)
     told = explain(blocksparse_attention, Q, Q, Q, block_mask=blocks, block_size=16, cfg={"block_q": 16})
     assert told.config == xla.Config(block_q=16)
+
+
+def test_a_platform_an_operation_never_has_says_so():
+    q = jnp.ones((1, 1, 2, 8))
+    told = explain(ejkernel.modules.page_attention, q, q, q, jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    assert told.refusals["cudnn"] == ["page_attention has no cudnn implementation"]

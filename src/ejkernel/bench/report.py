@@ -231,7 +231,7 @@ def where(found: Document) -> str:
 
 def markdown(found: Document) -> str:
     """The tables for a README."""
-    parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` takes (two: forward, backward)."]
+    parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` took (two: forward, backward)."]
     for grid in [*speeds(found), costs(found)]:
         lines = ["| " + " | ".join(grid.columns) + " |", "|" + " --- |" * len(grid.columns)]
         lines += ["| " + " | ".join(f"**{c.text}**" if c.best else c.text for c in row) + " |" for row in grid.rows]

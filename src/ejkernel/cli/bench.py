@@ -195,7 +195,7 @@ def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | 
     if tables:
         for grid in [*report.speeds(found), report.costs(found)]:
             _print_grid(console, grid)
-        legend = f"Medians; {report.AUTO} is what auto takes (two: forward, backward)."
+        legend = f"Medians; {report.AUTO} is what auto took (two: forward, backward)."
         console.print(f"{report.where(found)}. {legend}", markup=False)
         _print_lines(console, report.notes(found))
     if tuned is not None:

@@ -30,6 +30,7 @@ def use_config(operation: Operation | str | Callable[..., Any], cfg: Any) -> Ite
     ...     flash_attention(q, q, q).shape
     (1, 16, 2, 8)
     """
+    check_config(cfg)
     name = get_operation(operation).name
     token = _OVERRIDES.set({**_OVERRIDES.get(), name: cfg})
     try:
@@ -69,6 +70,12 @@ def measured_times(operation: Operation, call: Call, gradient: bool) -> tuple[st
         return bucket, {}
     (_, near), tuned = min(found, key=lambda one: one[0][0])  # of those equally near, the most specific source
     return near, tuned.times(operation.name, near, gradient)
+
+
+def check_config(cfg: Any) -> None:
+    """Raise for what is no config of any platform."""
+    if not isinstance(cfg, dict) and (isinstance(cfg, type) or not dataclasses.is_dataclass(cfg)):
+        raise TypeError(f"cfg={cfg!r} must be a platform's Config or a dict of its fields")
 
 
 def build_config(implementation: Any, cfg: Any, platform: str) -> Any:

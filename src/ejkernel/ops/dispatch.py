@@ -145,6 +145,8 @@ def _hardware_refusals(operation: Operation, platform: str, backend: str) -> lis
 
 def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None) -> list[str]:
     """Every reason why a platform cannot do a call; empty when it can."""
+    if platform not in operation.implementations:
+        return [f"{operation.name} has no {platform} implementation"]
     backend = _emulated_backend(platform, call.target)
     if reasons := _hardware_refusals(operation, platform, backend):
         return reasons
@@ -194,6 +196,8 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
     """The plan for a call, and the explanation of the choice."""
     if platform not in (None, "auto", *PLATFORMS):
         raise ValueError(f"platform {platform!r} is unknown; use None, 'auto', {', '.join(map(repr, PLATFORMS))}")
+    if cfg is not None:
+        configs.check_config(cfg)
     refused = {p: refusals(operation, p, call, cfg) for p in PLATFORMS}
     if platform not in (None, "auto"):
         return _choose_from([str(platform)], "forced by platform=", operation, call, cfg, refused)

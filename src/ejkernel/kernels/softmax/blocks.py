@@ -29,7 +29,14 @@ def _pattern(block_mask: Any, block_size: Any, sizes: tuple[int, int, int, int])
         raise ValueError("block_size is needed unless block_mask is a BlockPattern")
     if callable(block_mask):
         block_mask = _evaluated(block_mask, sizes, _pair(block_size))
-    return BlockPattern.from_dense(block_mask, block_size=block_size)
+    pattern = BlockPattern.from_dense(block_mask, block_size=block_size)
+    counts = tuple(-(-n // block) for n, block in zip(sizes[2:], _pair(block_size), strict=True))
+    if jnp.shape(block_mask)[-2:] != counts:
+        raise ValueError(
+            f"block_mask has shape {jnp.shape(block_mask)}; lengths {sizes[2]} and {sizes[3]} in blocks of "
+            f"{_pair(block_size)} need {counts} blocks"
+        )
+    return pattern
 
 
 def _pair(size: Any) -> tuple[int, int]:
