@@ -246,7 +246,8 @@ def markdown(found: Document) -> str:
 def tuned(found: Document) -> TunedConfigs:
     """Our times by bucket and platform: what orders the platforms of `auto`.
 
-    Where auto took one platform, its run is another of the same program, and the faster of both counts.
+    Where auto took one platform, its run is another of the same program, and the faster of both counts: but only
+    where the platform's own run was right.
     """
     total = TunedConfigs()
     times = {(r["contender"], r["case"], r["what"]): r for r in found["results"] if r["status"] == "ok"}
@@ -257,9 +258,11 @@ def tuned(found: Document) -> TunedConfigs:
             continue
         microseconds = []
         for measured in (FORWARD, BOTH):
+            if (name, case, measured) not in times:
+                continue
             runs = [name, *(autos if taken.get(measured) == platform else ())]
             again = [times[run, case, measured]["milliseconds"] for run in runs if (run, case, measured) in times]
-            microseconds += [round(min(again) * 1e3, 1)] if again else []
+            microseconds.append(round(min(again) * 1e3, 1))
         place = result["tuning"]
         for operation in place["operations"]:
             total = total.add(operation, place["bucket"], place["platform"], place["config"], *microseconds)
