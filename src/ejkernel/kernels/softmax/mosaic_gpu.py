@@ -30,7 +30,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     Runs,
     Walk,
     across,
-    attempts,
+    act,
     batch_index,
     compute_tiles,
     copy_tiles,
@@ -41,7 +41,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     launch,
     masked_block,
     retry_scratch,
-    take_registers,
     tile_ref,
     zeros,
 )
@@ -260,17 +259,9 @@ class _Forward:
         return scratch | ({"out_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
 
     def __call__(self, q_ref, k_ref, v_ref, refs, out_ref, lse_ref, **s: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup < 2)
-        def _compute() -> None:
-            take_registers("compute")
-            attempts(s, partial(self._compute, q_ref, refs, out_ref, lse_ref, s, warpgroup))
-
-        @pl.when(warpgroup == 2)
-        def _copy() -> None:
-            take_registers("copy")
-            attempts(s, partial(self._copy, k_ref, v_ref, refs, s))
+        w = lax.axis_index("warpgroup")
+        pl.when(w < 2)(lambda: act("compute", s, partial(self._compute, q_ref, refs, out_ref, lse_ref, s, w)))
+        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, k_ref, v_ref, refs, s)))
 
     def _copy(self, k_ref, v_ref, refs, s, scrub) -> None:
         block_k, stages = self.config.block_k, self.config.stages

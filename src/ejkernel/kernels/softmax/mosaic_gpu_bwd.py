@@ -43,7 +43,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     Runs,
     Walk,
     across,
-    attempts,
+    act,
     batch_index,
     compute_tiles,
     copy_tiles,
@@ -56,7 +56,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     load,
     masked_block,
     retry_scratch,
-    take_registers,
     tile_ref,
 )
 from ejkernel.kernels.softmax.spec import Dimensions, dimensions
@@ -191,17 +190,11 @@ class _QueryGradient(_Gradient):
             smem = s["dq_smem" if apart else "q_smem"].at[w]
             return blocks + (row[3] - row[0]), [(dq, smem, dq_ref.at[b, own, h])]
 
-        @pl.when(w < 2)
-        def _compute() -> None:
-            take_registers("compute")
-            attempts(
-                s, lambda scrub: compute_tiles(self.walk, s, w, scrub, fetch_own, partial(work, scrub), apart=apart)
-            )
+        def compute(scrub) -> None:
+            compute_tiles(self.walk, s, w, scrub, fetch_own, partial(work, scrub), apart=apart)
 
-        @pl.when(w == 2)
-        def _copy() -> None:
-            take_registers("copy")
-            attempts(s, partial(self._copy, k_ref, v_ref, refs, s))
+        pl.when(w < 2)(lambda: act("compute", s, compute))
+        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, k_ref, v_ref, refs, s)))
 
     def _copy(self, k_ref, v_ref, refs, s, scrub) -> None:
         block, slots = self.config.dq_block_k, self.config.dq_slots
@@ -364,17 +357,11 @@ class _KeyGradient(_KeyGradients):
                 (dv, s["dv_smem" if apart else "v_smem"].at[w], dv_ref.at[own]),
             ]
 
-        @pl.when(w < 2)
-        def _compute() -> None:
-            take_registers("compute")
-            attempts(
-                s, lambda scrub: compute_tiles(self.walk, s, w, scrub, fetch_own, partial(work, scrub), apart=apart)
-            )
+        def compute(scrub) -> None:
+            compute_tiles(self.walk, s, w, scrub, fetch_own, partial(work, scrub), apart=apart)
 
-        @pl.when(w == 2)
-        def _copy() -> None:
-            take_registers("copy")
-            attempts(s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s))
+        pl.when(w < 2)(lambda: act("compute", s, compute))
+        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s)))
 
     def _step(self, refs, s, dk_acc, dv_acc, own, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
@@ -443,20 +430,11 @@ class _SplitKeyGradient(_KeyGradients):
             if index == 0:
                 drain(s["p_free"], steps)
 
-        @pl.when(w == 0)
-        def _values() -> None:
-            take_registers("compute")
-            attempts(s, partial(compute, 0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0))
-
-        @pl.when(w == 1)
-        def _keys() -> None:
-            take_registers("compute")
-            attempts(s, partial(compute, 1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor))
-
-        @pl.when(w == 2)
-        def _copy() -> None:
-            take_registers("copy")
-            attempts(s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s))
+        values = partial(compute, 0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0)
+        keys = partial(compute, 1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor)
+        pl.when(w == 0)(lambda: act("compute", s, values))
+        pl.when(w == 1)(lambda: act("compute", s, keys))
+        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s)))
 
     def _value_step(self, refs, s, dv_acc, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages

@@ -299,19 +299,21 @@ def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def take_registers(role: Literal["compute", "copy"]) -> None:
-    """Share the register file between two compute warpgroups and one that copies.
+def act(role: Literal["compute", "copy"], s: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
+    """A warpgroup's part in a kernel: two compute, and one copies.
 
-    A thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168. Scrubbing spills with 40, and is rare.
+    They share the register file: a thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168. Scrubbing
+    spills with 40, and is rare.
     """
     if role == "compute":
         plgpu.set_max_registers(232, action="increase")
     else:
         plgpu.set_max_registers(40, action="decrease")
+    _attempts(s, attempt)
 
 
 def retry_scratch(masks: Masks, flags: int, columns: int) -> dict[str, Any]:
-    """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
+    """What `_attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
 
     `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
     of each compute warpgroup's rows, the verdict, and the flags of scrubbed tiles.
@@ -334,7 +336,7 @@ def flags_of(s: dict[str, Any], slot: Any, columns: int) -> Any:
     return s["marks"].at[3 + slot, pl.ds(0, columns)]
 
 
-def attempts(s: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
+def _attempts(s: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
     """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
 
     A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
