@@ -13,7 +13,7 @@ from ejkernel.ops import config as configs
 from ejkernel.ops import tuning
 from ejkernel.ops.autodiff import execute
 from ejkernel.ops.operation import PLATFORMS, Arrays, Call, Operation, Plan
-from ejkernel.ops.sharding import Shards, run_sharded
+from ejkernel.ops.sharding import Shards, run_sharded, typed_specs
 from ejkernel.ops.target import Target, target_of
 
 _INTERPRETING: ContextVar[bool] = ContextVar("ejkernel_interpreting", default=False)
@@ -251,10 +251,10 @@ def run(
     shards: Shards | None = None,
 ) -> Arrays:
     """Run a canonical call and return its outputs by name."""
-    mesh = None if shards is None else shards.mesh
-    target = target_of(call.arrays.values(), mesh)
+    shards = Shards() if shards is None else shards
+    target = target_of(call.arrays.values(), shards.mesh)
     call = call.on(replace(target, interpreted=interpreting() and target.backend == "cpu"))
-    if shards is not None and shards.in_specs is not None:
+    if shards.in_specs is not None or typed_specs(call):
         return run_sharded(operation, call, shards, lambda local: run_here(operation, local, platform, cfg))
     return run_here(operation, call, platform, cfg)
 

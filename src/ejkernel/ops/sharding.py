@@ -1,11 +1,16 @@
-"""The one shard_map path: specs for q, k, v in, specs for every other array derived from their dimension letters."""
+"""The one shard_map path: specs for q, k, v in, specs for every other array derived from their dimension letters.
+
+Over Explicit mesh axes the types of the arrays are specs too. There the kernels must run in a shard_map: their programs
+do not say how each of their steps would be split.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax import core as jax_core
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.operation import Arrays, Call, Operation
 
@@ -13,6 +18,8 @@ Axes = tuple[str, ...]
 
 # dimensions that may be split without devices talking to each other
 _FREE = ("B", "N", "H", "Hkv")
+# what errors call the specs, by whether they are those of types
+_SOURCE = {False: "in_specs", True: "the shardings of the arrays"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,21 @@ class Shards:
     def __post_init__(self) -> None:
         if self.mesh is None and (self.in_specs is not None or self.out_specs is not None):
             raise ValueError("in_specs and out_specs need mesh=")
+
+
+def typed_specs(call: Call) -> dict[str, PartitionSpec]:
+    """The arrays that are split over Explicit mesh axes, which types show, and how."""
+    specs = {name: jax.typeof(x).sharding.spec for name, x in call.arrays.items()}
+    return {name: spec for name, spec in specs.items() if any(spec)}
+
+
+def _mesh_of(x: jax.Array) -> Mesh | AbstractMesh:
+    """The mesh of an array that has one; that of a traced one is abstract."""
+    return (jax.typeof(x) if isinstance(x, jax_core.Tracer) else x).sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _axes_of_type(mesh: Mesh | AbstractMesh, *types: AxisType) -> frozenset[str]:
+    return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in types)
 
 
 def _axes(entry: Any) -> Axes:
@@ -57,8 +79,10 @@ def _sizes(operation: Operation, call: Call) -> dict[str, int]:
     return sizes
 
 
-def _axes_by_dimension(operation: Operation, call: Call, specs: dict[str, PartitionSpec]) -> dict[str, Axes]:
-    """Mesh axes of each dimension letter, from the specs given."""
+def _axes_by_dimension(
+    operation: Operation, call: Call, specs: dict[str, PartitionSpec], typed: bool
+) -> dict[str, Axes]:
+    """Mesh axes of each dimension letter, from the specs given; those of types may leave a dimension to other arrays."""
     found: dict[str, Axes] = {}
     for name, spec in specs.items():
         letters = operation.arrays[name].axes
@@ -67,20 +91,24 @@ def _axes_by_dimension(operation: Operation, call: Call, specs: dict[str, Partit
         entries = (*spec, *(None for _ in letters[len(spec) :]))
         for letter, entry, size in zip(letters, entries, call[name].shape, strict=True):
             axes = _axes(entry)
-            if size == 1 and not axes:
-                continue  # it broadcasts: this says nothing about the dimension
+            if not axes and (size == 1 or typed):
+                continue  # it broadcasts, or is whole and can be cut: this says nothing about the dimension
             if found.setdefault(letter, axes) != axes:
-                raise ValueError(f"in_specs disagree on dimension {letter}: {found[letter]} and {axes} (in {name})")
-    if "Hkv" not in found and _sizes(operation, call).get("Hkv", 1) > 1:
-        found["Hkv"] = found.get("H", ())
+                raise ValueError(
+                    f"{_SOURCE[typed]} disagree on dimension {letter}: {found[letter]} and {axes} (in {name})"
+                )
+    sizes = _sizes(operation, call)
+    for heads, others in (("Hkv", "H"), ("H", "Hkv")):
+        if heads not in found and sizes.get(heads, 1) > 1:
+            found[heads] = found.get(others, ())
     return found
 
 
-def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh) -> None:
+def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh | AbstractMesh, typed: bool) -> None:
     for letter, axes in found.items():
         if axes and letter not in _FREE:
             raise ValueError(
-                f"in_specs split dimension {letter} over {axes}: {operation.name} can only be split over batch and "
+                f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over batch and "
                 "heads; ring_attention splits lengths"
             )
     sizes = _sizes(operation, call)
@@ -123,24 +151,42 @@ def varying_like(start: Any, arrays: Any) -> Any:
 
 
 def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable[[Call], Arrays]) -> Arrays:
-    """Run `body` on every device's part of the call."""
-    mesh = shards.mesh
-    assert mesh is not None
-    given = _named_specs(operation, call, shards.in_specs)
-    found = _axes_by_dimension(operation, call, given)
-    _check(found, call, operation, mesh)
+    """Run `body` on every device's part of the call, as `in_specs` say or else the types of the arrays."""
+    typed = shards.in_specs is None
+    given = typed_specs(call) if typed else _named_specs(operation, call, shards.in_specs)
+    mesh = shards.mesh or _mesh_of(call[next(iter(given))])
+    found = _axes_by_dimension(operation, call, given, typed)
+    _check(found, call, operation, mesh, typed)
     in_specs = {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in call.arrays.items()}
-    in_specs |= given
+    in_specs |= {} if typed else given
     derived = {n: PartitionSpec(*(found.get(c, ()) or None for c in d.split())) for n, d in operation.outputs.items()}
     wanted = _output_specs(operation, shards.out_specs)
 
     def local(arrays: Arrays) -> Arrays:
         return body(Call(call.spec, arrays, call.target))
 
-    shapes = jax.eval_shape(lambda arrays: body(Call(call.spec, arrays, call.target)), call.arrays)
+    # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
+    shapes = jax.eval_shape(local, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
     out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
+    return _shard_map(local, mesh, in_specs, out_specs)(call.arrays)
+
+
+def _shard_map(function: Callable[[Any], Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any):
+    """A shard_map over what is not yet manual, of arrays that need not be split over the Explicit axes as it wants."""
+    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    free = _axes_of_type(mesh, AxisType.Explicit, AxisType.Auto)
     # the kernels are opaque to the replication checker
-    return jax.shard_map(local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(call.arrays)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(free), check_vma=False
+    )
+
+    def typed(spec: PartitionSpec) -> NamedSharding:
+        entries = (tuple(axis for axis in _axes(entry) if axis in explicit) for entry in spec)
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries)))
+
+    if not explicit:
+        return mapped
+    return lambda arrays: mapped(jax.sharding.reshard(arrays, jax.tree.map(typed, in_specs)))
 
 
 def _output_specs(operation: Operation, out_specs: Any) -> dict[str, PartitionSpec]:
