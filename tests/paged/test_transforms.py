@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import (
@@ -90,11 +90,11 @@ def test_vmap_of_ragged_batches(platform):
 # Many devices ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mesh():
+@pytest.fixture(scope="module", params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request):
     devices = np.asarray(jax.devices("cpu"))
     assert len(devices) >= 8, "conftest.py asks for 8 host devices"
-    return Mesh(devices[:8].reshape(2, 4), ("dp", "tp"))
+    return Mesh(devices[:8].reshape(2, 4), ("dp", "tp"), axis_types=(request.param, request.param))
 
 
 HEADS = P(None, None, "tp", None)
@@ -109,6 +109,21 @@ def test_sequences_and_heads(rank, mesh):
     specs = {"mesh": mesh, "in_specs": (query, HEADS, HEADS), "out_specs": query}
     split = jax.jit(lambda a: attend(**a, **specs))(given)
     assert_close(split, jax.jit(lambda a: attend(**a))(given))
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 3])
+def test_types_are_specs(tokens):
+    """Arrays that are split over Explicit axes need no mesh= and no in_specs=; the output is split like the query."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"))
+    given = arrays() | {"context_lens": jnp.maximum(LENS, tokens or 1)}
+    query = P("dp", "tp") if tokens is None else P("dp", None, "tp")
+    if tokens is not None:
+        given["query"] = normal("query", (N, tokens, H, D))
+    specs = {"query": query, "key_cache": HEADS, "value_cache": HEADS, "context_lens": P("dp")}
+    split = {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in given.items()}
+    got = jax.jit(lambda a: attend(**a))(split)
+    assert_close(got, jax.jit(lambda a: attend(**a))(given))
+    assert jax.typeof(got["out"]).sharding.is_equivalent_to(NamedSharding(mesh.abstract_mesh, query), got["out"].ndim)
 
 
 def test_one_key_head_is_not_split(mesh):
@@ -166,7 +181,8 @@ def test_a_shard_map_of_ones_own_with_pages_of_ones_own(mesh):
     half = {name: (x.shape[0] // 2) for name, x in given.items()}
     one = jax.jit(lambda a: attend(**a))
     parts = [one({name: x[i * half[name] : (i + 1) * half[name]] for name, x in given.items()}) for i in (0, 1)]
-    assert_close(jax.jit(body)(given), jax.tree.map(lambda *x: np.concatenate(x), *parts))
+    placed = jax.device_put(given, NamedSharding(mesh, P("dp")))
+    assert_close(jax.jit(body)(placed), jax.tree.map(lambda *x: np.concatenate(x), *parts))
 
 
 def test_export():

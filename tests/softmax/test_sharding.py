@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
@@ -17,11 +17,20 @@ TILES = {"block_q": 8, "block_k": 8}
 BATCH_AND_HEADS = P("dp", None, "tp", None)
 
 
-@pytest.fixture(scope="module")
-def mesh():
+def mesh_of(kind):
     devices = np.asarray(jax.devices("cpu"))
     assert len(devices) >= 8, "conftest.py asks for 8 host devices"
-    return Mesh(devices[:8].reshape(2, 4), ("dp", "tp"))
+    return Mesh(devices[:8].reshape(2, 4), ("dp", "tp"), axis_types=(kind, kind))
+
+
+@pytest.fixture(scope="module", params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request):
+    return mesh_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def explicit():
+    return mesh_of(AxisType.Explicit)
 
 
 def qkv(Hkv=H):
@@ -57,7 +66,7 @@ CALLS = {
 }  # fmt: skip
 
 
-def split_and_whole(floats, options, function=flash_attention, **shards):
+def split_and_whole(floats, options, function=flash_attention, place=lambda floats: floats, **shards):
     """Outputs and gradients on the mesh and on one device."""
 
     def attend(floats, **shards):
@@ -66,7 +75,7 @@ def split_and_whole(floats, options, function=flash_attention, **shards):
 
     cotangents = {"out": normal("dout", (B, T, H, D)), "lse": normal("dlse", (B, H, T))}
     whole = evaluate(attend, floats, cotangents)
-    return evaluate(lambda f: attend(f, **shards), floats, cotangents), whole
+    return evaluate(lambda f: attend(f, **shards), place(floats), cotangents), whole
 
 
 def agree(got, expected):
@@ -77,6 +86,66 @@ def agree(got, expected):
 @pytest.mark.parametrize("name", CALLS)
 def test_batch_and_heads(name, mesh):
     agree(*split_and_whole(*CALLS[name], mesh=mesh, in_specs=(BATCH_AND_HEADS,) * 3, out_specs=BATCH_AND_HEADS))
+
+
+def placed(mesh, arrays, spec=BATCH_AND_HEADS):
+    return {n: jax.device_put(x, NamedSharding(mesh, spec)) if n in qkv() else x for n, x in arrays.items()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_types_are_specs(name, explicit):
+    """Arrays that are split over Explicit axes need no mesh= and no in_specs=."""
+    floats, options = CALLS[name]
+    got, expected = split_and_whole(floats, options, place=lambda f: placed(explicit, f))
+    agree(got, expected)
+    assert jax.typeof(got[0]["out"]).sharding.spec == BATCH_AND_HEADS
+
+
+def test_whole_keys_follow_split_queries(explicit):
+    """And the other way round; gradients come back laid out like their arrays."""
+    for split in (("query",), ("key", "value")):
+        place = lambda f, split=split: placed(explicit, f, P()) | placed(explicit, {n: f[n] for n in split})  # noqa: E731
+        got, expected = split_and_whole(*CALLS["causal"], place=place)
+        agree(got, expected)
+        specs = {name: jax.typeof(x).sharding.spec for name, x in got[1].items()}
+        assert {name for name, spec in specs.items() if any(spec)} == set(split)
+
+
+def test_whole_arrays_of_an_explicit_mesh(explicit):
+    agree(*split_and_whole(*CALLS["causal"], place=lambda f: placed(explicit, f, P())))
+
+
+@pytest.mark.parametrize("inner", [None, "tp"], ids=["whole", "split-heads"])
+def test_vmap_over_a_split_axis(explicit, inner):
+    """The query alone is mapped, so that keys are shared by the devices and their gradients by the rows."""
+    floats = qkv() | {"query": normal("query", (2, B, T, H, D))}
+    spec = {"query": P("dp", None, None, inner)} | dict.fromkeys(("key", "value"), P(None, None, inner))
+    split = {name: jax.device_put(x, NamedSharding(explicit, spec[name])) for name, x in floats.items()}
+
+    def attend(floats):
+        return {
+            "out": jax.vmap(lambda q: flash_attention(q, floats["key"], floats["value"], cfg=TILES))(floats["query"])
+        }
+
+    cotangents = {"out": normal("dout", (2, B, T, H, D))}
+    typed = {"out": jax.device_put(cotangents["out"], split["query"].sharding)}
+    agree(evaluate(attend, split, typed), evaluate(attend, floats, cotangents))
+
+
+def test_types_that_do_not_fit(explicit):
+    q, k, v = placed(explicit, qkv(), P(None, "tp")).values()
+    with pytest.raises(ValueError, match=r"shardings of the arrays split dimension T over .*ring_attention"):
+        flash_attention(q, k, v)
+    q, k, v = (placed(explicit, qkv(), P("dp")) | placed(explicit, {"key": k}, P("tp"))).values()
+    with pytest.raises(ValueError, match=r"shardings of the arrays disagree on dimension B: \('dp',\) and \('tp',\)"):
+        flash_attention(q, k, v)
+
+
+def test_an_axis_of_one_device_splits_nothing():
+    mesh = jax.make_mesh((2, 1), ("dp", "sp"))
+    floats = placed(mesh, qkv(), P("dp", "sp"))
+    out = jax.jit(lambda f: flash_attention(**f))(floats)
+    assert_close({"out": out}, {"out": jax.jit(lambda f: flash_attention(**f))(qkv())})
 
 
 def test_one_key_head_is_not_split(mesh):
@@ -123,16 +192,24 @@ def test_a_mesh_without_specs_only_names_the_device(mesh):
     assert_close({"out": flash_attention(q, k, v, mesh=mesh)}, {"out": jax.jit(flash_attention)(q, k, v)})
 
 
-def test_packed_tokens_split_over_heads(mesh):
+@pytest.mark.parametrize(
+    ("kind", "by_type"),
+    [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisType.Explicit, True)],
+    ids=["auto", "explicit", "types"],
+)
+def test_packed_tokens_split_over_heads(kind, by_type):
+    mesh = mesh_of(kind)
     floats = {name: x[0] for name, x in qkv().items()}
     cum = jnp.array([0, 7, 18])
     spec = P(None, "tp")
+    shards = {"mesh": mesh, "out_specs": spec} | ({} if by_type else {"in_specs": (spec,) * 3})
 
     def attend(floats, **shards):
         return {"out": flash_attention(**floats, cum_seqlens_q=cum, causal=True, cfg=TILES, **shards)}
 
     cotangents = {"out": normal("dout", (T, H, D))}
-    split = evaluate(lambda f: attend(f, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec), floats, cotangents)
+    given = placed(mesh, floats, spec) if by_type else floats
+    split = evaluate(lambda f: attend(f, **shards), given, cotangents)
     agree(split, evaluate(attend, floats, cotangents))
 
 
@@ -159,7 +236,7 @@ def test_inside_a_users_own_shard_map(mesh, check_vma):
     out_specs = {"out": BATCH_AND_HEADS, "lse": P("dp", "tp", None)}
     split = jax.shard_map(local, mesh=mesh, in_specs=BATCH_AND_HEADS, out_specs=out_specs, check_vma=check_vma)
     cotangents = {"out": normal("dout", (B, T, H, D)), "lse": normal("dlse", (B, H, T))}
-    agree(evaluate(split, floats, cotangents), evaluate(local, floats, cotangents))
+    agree(evaluate(split, placed(mesh, floats), cotangents), evaluate(local, floats, cotangents))
 
 
 def test_arrays_that_jit_splits(mesh):

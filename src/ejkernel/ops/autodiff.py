@@ -6,6 +6,7 @@ import jax
 
 from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
 from ejkernel.ops.operation import Arrays, Call, Plan
+from ejkernel.ops.sharding import among
 
 
 def _call(plan: Plan, arrays: Arrays) -> Call:
@@ -23,14 +24,19 @@ def _call(plan: Plan, arrays: Arrays) -> Call:
 # compiled here, so that calls outside jit share programs too: a plan is hashable and says all that is static
 @partial(jax.jit, static_argnums=0)
 def _forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
+        with among(arrays):
+            return plan.implementation.forward(_call(plan, arrays), plan.config)
+
     whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
-    return fold_forward(lambda arrays: plan.implementation.forward(_call(plan, arrays), plan.config), whole)(arrays)
+    return fold_forward(forward, whole)(arrays)
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
     def backward(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
+        with among((arrays, residuals, cotangents)):
+            return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 
     return fold_backward(backward)(arrays, residuals, cotangents)
 

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.sharding import split_vmap
+
 
 def batch_size(arrays: dict[str, Any], mapped: dict[str, bool] | None = None) -> int:
     """The batch of a set of arrays: each holds B or 1 rows (behind the mapped axis, where it has one)."""
@@ -32,6 +34,7 @@ def fold_forward(function: Callable[[Any], Any], whole: frozenset[str]) -> Calla
     wrapped = jax.custom_batching.custom_vmap(function)
 
     @wrapped.def_vmap
+    @split_vmap
     def rule(axis_size, in_batched, arrays):  # pyright: ignore[reportUnusedFunction]
         (mapped,) = in_batched
         B = batch_size(arrays, mapped)
@@ -48,6 +51,7 @@ def fold_backward(function: Callable[[Any, Any, Any], Any]) -> Callable[[Any, An
     wrapped = jax.custom_batching.custom_vmap(function)
 
     @wrapped.def_vmap
+    @split_vmap
     def rule(axis_size, in_batched, *groups):  # pyright: ignore[reportUnusedFunction]
         B = max(batch_size(group, mapped) for group, mapped in zip(groups, in_batched, strict=True) if group)
         folded = [

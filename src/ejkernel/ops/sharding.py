@@ -4,7 +4,9 @@ Over Explicit mesh axes the types of the arrays are specs too. There the kernels
 do not say how each of their steps would be split.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +45,8 @@ def typed_specs(call: Call) -> dict[str, PartitionSpec]:
 
 def _mesh_of(x: jax.Array) -> Mesh | AbstractMesh:
     """The mesh of an array that has one; that of a traced one is abstract."""
-    return (jax.typeof(x) if isinstance(x, jax_core.Tracer) else x).sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    sharding: Any = jax.typeof(x).sharding if isinstance(x, jax_core.Tracer) else x.sharding
+    return sharding.mesh
 
 
 def _axes_of_type(mesh: Mesh | AbstractMesh, *types: AxisType) -> frozenset[str]:
@@ -54,6 +57,10 @@ def _axes(entry: Any) -> Axes:
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def _parts(axes: Axes, mesh: Mesh | AbstractMesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, PartitionSpec]:
@@ -82,7 +89,7 @@ def _sizes(operation: Operation, call: Call) -> dict[str, int]:
 def _axes_by_dimension(
     operation: Operation, call: Call, specs: dict[str, PartitionSpec], typed: bool
 ) -> dict[str, Axes]:
-    """Mesh axes of each dimension letter, from the specs given; those of types may leave a dimension to other arrays."""
+    """Mesh axes of each dimension letter, from the specs given; those of types leave whole ones to other arrays."""
     found: dict[str, Axes] = {}
     for name, spec in specs.items():
         letters = operation.arrays[name].axes
@@ -105,34 +112,39 @@ def _axes_by_dimension(
 
 
 def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh | AbstractMesh, typed: bool) -> None:
-    for letter, axes in found.items():
-        if axes and letter not in _FREE:
-            raise ValueError(
-                f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over batch and "
-                "heads; ring_attention splits lengths"
-            )
     sizes = _sizes(operation, call)
+    for letter, axes in found.items():
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
+        parts = _parts(axes, mesh)
+        if parts > 1 and letter not in _FREE:
+            raise ValueError(
+                f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over batch "
+                "and heads; ring_attention splits lengths"
+            )
+        if sizes[letter] % parts:
+            raise ValueError(
+                f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices"
+            )
     split_alike = found.get("H", ()) == found.get("Hkv", ())
     if "Hkv" in sizes and not split_alike and not (sizes["Hkv"] == 1 and not found.get("Hkv")):
         raise ValueError(
             f"query heads are split over {found.get('H', ())} and key heads over {found.get('Hkv', ())}; "
             f"with {sizes['Hkv']} key heads they must be split alike"
         )
-    for letter, axes in found.items():
-        parts = 1
-        for axis in axes:
-            if axis not in mesh.shape:
-                raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
-            parts *= mesh.shape[axis]
-        if sizes[letter] % parts:
-            raise ValueError(
-                f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices"
-            )
 
 
 def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axes]) -> PartitionSpec:
     """The spec of an array: broadcast dimensions of size 1 are not split."""
     return PartitionSpec(*(found.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True)))
+
+
+def among(arrays: Any) -> AbstractContextManager[None]:
+    """Within, new arrays have the mesh that the types of `arrays` have, if any: a program may join them."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    mesh = next((mesh for mesh in meshes if _axes_of_type(mesh, AxisType.Explicit)), None)
+    return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 def varying_like(start: Any, arrays: Any) -> Any:
@@ -168,16 +180,18 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
     # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
     shapes = jax.eval_shape(local, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
     out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
-    return _shard_map(local, mesh, in_specs, out_specs)(call.arrays)
+    return _shard_map(local, mesh, (in_specs,), out_specs)(call.arrays)
 
 
-def _shard_map(function: Callable[[Any], Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any):
-    """A shard_map over what is not yet manual, of arrays that need not be split over the Explicit axes as it wants."""
+def _shard_map(function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any):
+    """A shard_map over every axis that is not yet manual; arrays come to it split over the Explicit ones in any way."""
     explicit = _axes_of_type(mesh, AxisType.Explicit)
-    free = _axes_of_type(mesh, AxisType.Explicit, AxisType.Auto)
+    free = explicit | _axes_of_type(mesh, AxisType.Auto)
+    # all axes is the default, which leaves out one that vmap holds
+    names = set(free) if len(free) < len(mesh.axis_names) else set()
     # the kernels are opaque to the replication checker
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(free), check_vma=False
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
     )
 
     def typed(spec: PartitionSpec) -> NamedSharding:
@@ -186,7 +200,26 @@ def _shard_map(function: Callable[[Any], Any], mesh: Mesh | AbstractMesh, in_spe
 
     if not explicit:
         return mapped
-    return lambda arrays: mapped(jax.sharding.reshard(arrays, jax.tree.map(typed, in_specs)))
+    return lambda *arrays: mapped(*jax.sharding.reshard(arrays, jax.tree.map(typed, in_specs)))
+
+
+def split_vmap(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """A rule of custom_vmap, whose outputs are all mapped, on every device's part where the mapped axis is split."""
+
+    def split(axis_size: int, in_batched: Any, *groups: Any) -> tuple[Any, Any]:
+        leaves = zip(jax.tree.leaves(groups), jax.tree.leaves(in_batched), strict=True)
+        shardings = [jax.typeof(x).sharding for x, mapped in leaves if mapped]
+        sharding = next((sharding for sharding in shardings if sharding.spec[0]), None)
+        if sharding is None:
+            return rule(axis_size, in_batched, *groups)
+        entry, mesh = sharding.spec[0], sharding.mesh
+        part = axis_size // _parts(_axes(entry), mesh)
+        specs = jax.tree.map(lambda mapped: PartitionSpec(entry if mapped else None), tuple(in_batched))
+        local = _shard_map(lambda *parts: rule(part, in_batched, *parts)[0], mesh, specs, PartitionSpec(entry))
+        outputs = local(*groups)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return split
 
 
 def _output_specs(operation: Operation, out_specs: Any) -> dict[str, PartitionSpec]:

@@ -430,7 +430,7 @@ def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], *,
 
     A batch of queries (N, H, D) or (N, T, H, D) has lse (N, H) or (N, H, T), packed ones (T, H, D) have (H, T).
     """
-    out = outputs["out"].reshape(*shape[:-1], outputs["out"].shape[-1])
+    out = outputs["out"][0].reshape(*shape[:-1], outputs["out"].shape[-1])
     if not call.spec.with_lse:
         return out
     lse = outputs["lse"][0]

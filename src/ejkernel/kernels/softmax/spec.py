@@ -396,7 +396,7 @@ def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
 
 def shards(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
     """The caller's words on many devices; packed arrays gain the batch axis that canonicalising gave them."""
-    if not call.spec.packed or in_specs is None:
+    if not call.spec.packed:
         return Shards(mesh, in_specs, out_specs)
 
     def widened(specs: Any) -> Any:
