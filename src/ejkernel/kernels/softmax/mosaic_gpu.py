@@ -25,10 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
-    Logits,
+    Kernel,
     Masks,
-    Runs,
-    Walk,
     across,
     act,
     batch_index,
@@ -44,7 +42,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     tile_ref,
     zeros,
 )
-from ejkernel.kernels.softmax.spec import Dimensions, dimensions
+from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
 
@@ -201,11 +199,8 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     q, k, v = (eights(call[name]) for name in ("query", "key", "value"))
     dims = dimensions(call)
     T_padded = -(-dims.T // 128) * 128
-    runs = Runs.of(call, 128, config.block_k, "q")
-    masks = Masks.of(call, "q") if runs.masked else Masks()
-    walk = Walk.of(dims.B, dims.H, T_padded // 128, runs, "q", call.target.cores if config.persistent else 0)
-    kernel = _Forward(dims, config, runs, masks, Logits.of(call), q.dtype, walk)
-    operands = runs.operands() | masks.arrays(call, "q", 128, config.block_k)
+    kernel = _Forward.of(call, config, "q", 128, config.block_k)
+    operands = kernel.operands(call)
     if "sinks" in call:
         operands["sinks"] = call["sinks"]
     out, lse = launch(
@@ -216,7 +211,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
             jax.ShapeDtypeStruct((dims.B, dims.H, T_padded), jnp.float32),
         ),
         scratch=kernel.scratch(),
-        programs=walk.programs,
+        programs=kernel.walk.programs,
         name="softmax_forward",
     )(q, k, v, operands)
     outputs = {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
@@ -230,17 +225,8 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     return mosaic_gpu_bwd.backward(call, residuals, cotangents, config)
 
 
-@dataclass(frozen=True, eq=False)
-class _Forward:
-    """The forward kernel of one call."""
-
-    dims: Dimensions
-    config: Config
-    runs: Runs
-    masks: Masks
-    logits: Logits
-    dtype: Any
-    walk: Walk
+class _Forward(Kernel):
+    """Output and log-sum-exp of 128 queries."""
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D

@@ -21,7 +21,6 @@ queries and dout (128 KB), two buffers of weights (16 KB).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,10 +37,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
     WGMMA,
-    Logits,
-    Masks,
-    Runs,
-    Walk,
+    Kernel,
     across,
     act,
     batch_index,
@@ -58,7 +54,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     retry_scratch,
     tile_ref,
 )
-from ejkernel.kernels.softmax.spec import Dimensions, dimensions
+from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
 
@@ -72,8 +68,8 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     delta = jnp.einsum("bthd,bthd->bht", residuals["out"], cotangents["out"], preferred_element_type=jnp.float32)
     delta -= cotangents["lse"].astype(jnp.float32)
     tensors = (q, k, v, dout, *_row_statistics(lse, delta, config))
-    gradients = {"query": _dq(call, config, dims, tensors)[:, : dims.T]}
-    dk, dv = _dkv(call, config, dims, tensors)
+    gradients = {"query": _dq(call, config, tensors)[:, : dims.T]}
+    dk, dv = _dkv(call, config, tensors)
     gradients |= {"key": dk[:, : dims.S], "value": dv[:, : dims.S]}
     return gradients | sink_gradient(call, jnp.where(lse == -jnp.inf, jnp.inf, lse), delta)
 
@@ -85,51 +81,35 @@ def _row_statistics(lse: jax.Array, delta: jax.Array, config: Config) -> tuple[j
     return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
 
 
-def _dq(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _dq(call: Call, config: Config, tensors: tuple[jax.Array, ...]) -> jax.Array:
     q = tensors[0]
-    runs = Runs.of(call, 128, config.dq_block_k, "q")
-    masks = Masks.of(call, "q") if runs.masked else Masks()
-    walk = Walk.of(dims.B, dims.H, -(-dims.T // 128), runs, "q", call.target.cores if config.persistent else 0)
-    kernel = _QueryGradient(dims, config, runs, masks, Logits.of(call), q.dtype, walk)
+    kernel = _QueryGradient.of(call, config, "q", 128, config.dq_block_k)
     return launch(
         kernel,
         config.semantics,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch=kernel.scratch(),
-        programs=walk.programs,
+        programs=kernel.walk.programs,
         name="softmax_dq",
-    )(*tensors, runs.operands() | masks.arrays(call, "q", 128, config.dq_block_k))
+    )(*tensors, kernel.operands(call))
 
 
-def _dkv(call: Call, config: Config, dims: Dimensions, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def _dkv(call: Call, config: Config, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     k = tensors[1]
-    keys = 64 if config.dkv_split else 128
-    runs = Runs.of(call, config.dkv_block_q, keys, "k")
-    masks = Masks.of(call, "k") if runs.masked else Masks()
-    kind = _SplitKeyGradient if config.dkv_split else _KeyGradient
-    walk = Walk.of(dims.B, dims.Hkv, -(-dims.S // keys), runs, "k", call.target.cores if config.persistent else 0)
-    kernel = kind(dims, config, runs, masks, Logits.of(call), k.dtype, walk)
+    kind, keys = (_SplitKeyGradient, 64) if config.dkv_split else (_KeyGradient, 128)
+    kernel = kind.of(call, config, "k", keys, config.dkv_block_q)
     return launch(
         kernel,
         config.semantics,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)),
         scratch=kernel.scratch(),
-        programs=walk.programs,
+        programs=kernel.walk.programs,
         name="softmax_dkv",
-    )(*tensors, runs.operands() | masks.arrays(call, "k", keys, config.dkv_block_q))
+    )(*tensors, kernel.operands(call))
 
 
-@dataclass(frozen=True, eq=False)
-class _Gradient:
-    """What the backward kernels of one call have in common."""
-
-    dims: Dimensions
-    config: Config
-    runs: Runs
-    masks: Masks
-    logits: Logits
-    dtype: Any
-    walk: Walk
+class _Gradient(Kernel):
+    """What the backward kernels have in common."""
 
     def weights(self, s: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
         """Softmax weights of a tile of q.k, and the soft cap's slope."""

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +264,35 @@ class Masks:
         for condition in conditions:
             keep = condition if keep is None else keep & condition
         return keep
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel of one call: a tile is `rows` of a side, and visits blocks of `block` of the other."""
+
+    side: schedule.Side
+    rows: int
+    block: int
+    dims: Dimensions
+    config: Any
+    runs: Runs
+    masks: Masks
+    logits: Logits
+    dtype: Any
+    walk: Walk
+
+    @classmethod
+    def of(cls, call: Call, config: Any, side: schedule.Side, rows: int, block: int) -> Self:
+        dims = dimensions(call)
+        length, heads, sizes = (dims.T, dims.H, (rows, block)) if side == "q" else (dims.S, dims.Hkv, (block, rows))
+        runs = Runs.of(call, *sizes, side)
+        masks = Masks.of(call, side) if runs.masked else Masks()
+        walk = Walk.of(dims.B, heads, -(-length // rows), runs, side, call.target.cores if config.persistent else 0)
+        return cls(side, rows, block, dims, config, runs, masks, Logits.of(call), call["query"].dtype, walk)
+
+    def operands(self, call: Call) -> dict[str, jax.Array]:
+        """What the schedule and the masks read."""
+        return self.runs.operands() | self.masks.arrays(call, self.side, self.rows, self.block)
 
 
 def _seen_from(band: Band, side: schedule.Side) -> Band:
