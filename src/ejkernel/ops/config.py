@@ -83,14 +83,10 @@ def build_config(implementation: Any, cfg: Any, platform: str) -> Any:
     if isinstance(cfg, implementation.Config):
         return cfg
     names = [f.name for f in dataclasses.fields(implementation.Config)]
-    if isinstance(cfg, dict):
-        unknown = sorted(set(cfg) - set(names))
-        if unknown:
-            raise ValueError(f"cfg has unknown fields {unknown} for platform {platform!r}; its fields: {names}")
-        return implementation.Config(**cfg)
-    raise TypeError(
-        f"cfg is {type(cfg).__module__}.{type(cfg).__name__}; {platform!r} needs its Config or a dict of {names}"
-    )
+    unknown = sorted(set(cfg) - set(names))
+    if unknown:
+        raise ValueError(f"cfg has unknown fields {unknown} for platform {platform!r}; its fields: {names}")
+    return implementation.Config(**cfg)
 
 
 # for `cfg`: neither one given with the call nor one of `use_config`
