@@ -5,6 +5,7 @@ each once. What is compiled as users compile it says so (`optimised=True` in `ha
 `pytest -m gpu` leaves JAX its accelerator and runs the tests marked `gpu`, on every platform of a GPU.
 """
 
+import importlib.util
 import os
 import sys
 from importlib.metadata import version
@@ -22,7 +23,7 @@ if version("jaxlib") < "0.11":  # JAX 0.11 has no other emitters, and ends on an
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
-    config.addinivalue_line("markers", "tpu_aot: compiles for TPUs with libtpu, on any machine")
+    config.addinivalue_line("markers", "tpu_aot: compiles for TPUs with libtpu, on any x86-64 machine")
     config.addinivalue_line("filterwarnings", "error")
     if not wants_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -72,6 +73,8 @@ def pytest_runtest_setup(item):
 
         if jax.default_backend() != "gpu":
             pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("tpu_aot") is not None and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs an x86-64 machine: libtpu, which compiles for TPUs, has no build for others")
 
 
 @pytest.fixture(scope="session")
