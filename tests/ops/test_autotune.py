@@ -1,5 +1,10 @@
 """autotune measures the search space, uses the winner at once, and keeps it."""
 
+import errno
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +64,24 @@ def test_without_save_nothing_is_written(measured):
         flash_attention(Q, Q, Q)
     assert len(measured) == 3 and not user_file("cpu").exists()
     assert explain(flash_attention, Q, Q, Q).config_source == "default"
+
+
+@pytest.mark.parametrize("obstacle", ["a file in the way", "a read-only folder", "a full disk"])
+def test_a_save_that_fails_keeps_the_winner_in_memory(obstacle, measured, monkeypatch, tmp_path):
+    folder = user_file("cpu").parent
+    if obstacle == "a file in the way":
+        folder.write_text("")
+    else:
+        code = errno.ENOSPC if obstacle == "a full disk" else errno.EROFS
+        monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(code, os.strerror(code))))
+    with autotune(progress=False):
+        with pytest.warns(UserWarning, match="could not be saved"):
+            flash_attention(Q, Q, Q)
+        flash_attention(Q, Q, Q)
+    assert len(measured) == 3
+    told = explain(flash_attention, Q, Q, Q)
+    assert told.config == FAST and told.config_source == "tuned in this process, not saved"
+    assert {p.name for p in tmp_path.rglob("*")} <= {"tuned", "cpu.json.lock"}
 
 
 def test_the_winner_is_used_at_once(measured):

@@ -187,7 +187,8 @@ def test_what_changes_the_work_changes_the_bucket(options):
 )
 def test_fields_of_another_version_fall_back(users, fields):
     TunedConfigs().add("flash_attention", BUCKET, "xla", fields, 1.0).save(users)
-    assert chosen() == (DEFAULT, "default")
+    with pytest.warns(UserWarning, match=f"the user's tuned file: the config of flash_attention, {BUCKET}, xla"):
+        assert chosen() == (DEFAULT, "default")
 
 
 def test_measured_times_order_the_platforms(users):

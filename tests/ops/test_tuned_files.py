@@ -1,12 +1,15 @@
 """TunedConfigs: saved atomically under a lock, merged, and tolerant of damage."""
 
+import errno
 import json
 import multiprocessing
+import os
+from pathlib import Path
 
 import pytest
 
 from ejkernel.ops import TunedConfigs
-from ejkernel.ops.cache import SCHEMA
+from ejkernel.ops.cache import SCHEMA, keep, unsaved
 
 ONE = TunedConfigs().add("flash_attention", "T64", "xla", {"block_q": 8}, 120.0)
 TWO = TunedConfigs().add("flash_attention", "T64", "triton", {"block_m": 64}, 30.0)
@@ -115,13 +118,14 @@ DAMAGE = {
     "a-list": "[]",
     "a-number": "3",
     "no-schema": '{"entries": {}}',
-    "newer-schema": '{"schema": 999, "entries": {}}',
+    "older-schema": '{"schema": 0, "entries": {}}',
     "no-entries": '{"schema": 1}',
     "entries-list": '{"schema": 1, "entries": []}',
     "buckets-list": '{"schema": 1, "entries": {"flash_attention": []}}',
     "platforms-number": '{"schema": 1, "entries": {"flash_attention": {"T64": 3}}}',
     "no-config": '{"schema": 1, "entries": {"flash_attention": {"T64": {"xla": {"microseconds": 1.0}}}}}',
     "no-time": '{"schema": 1, "entries": {"flash_attention": {"T64": {"xla": {"config": {}}}}}}',
+    "nan": '{"schema": 1, "entries": {"flash_attention": {"T64": {"xla": {"config": {}, "microseconds": NaN}}}}}',
     "deep": "[" * 100_000,
 }
 
@@ -134,6 +138,50 @@ def test_a_damaged_file_is_set_aside(name, path):
         assert TunedConfigs.load(path) == TunedConfigs()
     assert not path.exists() and path.with_name("cpu.json.damaged").read_text() == DAMAGE[name]
     assert TunedConfigs.load(path) == TunedConfigs()  # and only once
+
+
+def test_a_file_of_a_later_version_is_left_alone(path):
+    newer = '{"schema": 999, "entries": {}}'
+    path.parent.mkdir(parents=True)
+    path.write_text(newer)
+    with pytest.warns(UserWarning, match=r"cpu\.json have schema 999, this version reads 1; it is left alone"):
+        assert TunedConfigs.load(path) == TunedConfigs()
+    with pytest.raises(RuntimeError, match="have schema 999"):
+        ONE.save(path)
+    with pytest.warns(UserWarning, match="could not be saved"):
+        keep(ONE, path)
+    assert path.read_text() == newer and {p.name for p in path.parent.iterdir()} <= {path.name, path.name + ".lock"}
+
+
+def full_disk(monkeypatch):
+    """Half a file is written, then there is no room."""
+
+    def write_text(self, text, *args, **kwargs):
+        self.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(path, monkeypatch):
+    ONE.save(path)
+    full_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        TWO.save(path)
+    assert TunedConfigs.load(path) == ONE
+    assert {p.name for p in path.parent.iterdir()} <= {path.name, path.name + ".lock"}
+
+
+def test_what_cannot_be_saved_is_kept_until_it_can(path):
+    path.parent.parent.mkdir(parents=True)
+    path.parent.write_text("in the way")
+    with pytest.warns(UserWarning, match=r"could not be saved: .*; they serve this process alone"):
+        keep(ONE, path)
+    assert unsaved(path) == ONE and TunedConfigs.load(path) == TunedConfigs()
+    assert [p.name for p in path.parent.parent.iterdir()] == [path.parent.name]
+    path.parent.unlink()
+    keep(TWO, path)
+    assert TunedConfigs.load(path) == ONE | TWO and unsaved(path) == TunedConfigs()
 
 
 def test_bytes_that_are_no_text(path):

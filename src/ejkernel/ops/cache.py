@@ -22,6 +22,10 @@ MAX_DOUBLINGS = 4
 EXACT_SIZES = ("D", "V")
 
 
+class NewerSchema(RuntimeError):
+    """A tuned file of a later version: not damaged, but nothing that this one may read or overwrite."""
+
+
 @dataclass(frozen=True)
 class TunedConfigs:
     """Measured configs of one device kind.
@@ -36,16 +40,30 @@ class TunedConfigs:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TunedConfigs":
-        """Read a file. A missing one is empty; a damaged or foreign one is set aside with a warning."""
-        path = Path(path)
+        """Read a file. A missing one is empty; a damaged or foreign one is set aside with a warning.
+
+        One of a later version is left where it is, with a warning.
+        """
+        try:
+            return cls._read(Path(path))
+        except NewerSchema as newer:
+            warnings.warn(f"{newer}; it is left alone, defaults are used", stacklevel=2)
+            return cls()
+
+    @classmethod
+    def _read(cls, path: Path) -> "TunedConfigs":
         try:
             text = path.read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return cls()
         except (OSError, UnicodeDecodeError) as error:
             return cls._set_aside(path, str(error))
         try:
-            return cls(_checked(json.loads(text)))
+            document = json.loads(text)
+            schema = document.get("schema") if isinstance(document, dict) else None
+            if isinstance(schema, int) and schema > SCHEMA:
+                raise NewerSchema(f"tuned configs in {path} have schema {schema}, this version reads {SCHEMA}")
+            return cls(_checked(document))
         except (ValueError, RecursionError) as error:
             return cls._set_aside(path, str(error))
 
@@ -57,20 +75,21 @@ class TunedConfigs:
             kept = f"it is now {aside.name}"
         except OSError:
             kept = "it could not be moved"
-        warnings.warn(f"tuned configs in {path} are unreadable ({reason}); {kept}, defaults are used", stacklevel=3)
+        warnings.warn(f"tuned configs in {path} are unreadable ({reason}); {kept}, defaults are used", stacklevel=4)
         return cls()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Merge into the file at `path`: what another process wrote meanwhile is kept."""
+        """Merge into the file at `path`: what another process wrote meanwhile is kept.
+
+        `OSError` where it cannot be written, `RuntimeError` where it is of a later version: it is then as it was.
+        """
         from filelock import FileLock
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(path.name + ".lock")):
-            merged = TunedConfigs.load(path) | self
-            scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            scratch.write_text(json.dumps({"schema": SCHEMA, "entries": merged.entries}, indent=1, sort_keys=True))
-            os.replace(scratch, path)
+            merged = TunedConfigs._read(path) | self
+            write_whole(path, json.dumps({"schema": SCHEMA, "entries": merged.entries}, indent=1, sort_keys=True))
 
     def __or__(self, other: "TunedConfigs") -> "TunedConfigs":
         """Both; where they disagree, `other` wins."""
@@ -151,8 +170,8 @@ def _checked(document: Any) -> Entries:
     well_formed = isinstance(entries, dict) and all(
         isinstance(entry, dict)
         and isinstance(entry.get("config", ""), dict | None)
-        and isinstance(entry.get("microseconds"), int | float)
-        and isinstance(entry.get("training", 0.0), int | float)
+        and _is_time(entry.get("microseconds"))
+        and _is_time(entry.get("training", 0.0))
         for buckets in entries.values()
         if isinstance(buckets, dict) or _malformed()
         for platforms in buckets.values()
@@ -162,8 +181,42 @@ def _checked(document: Any) -> Entries:
     return entries if well_formed else _malformed()  # pyright: ignore[reportReturnType]
 
 
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
 def _malformed() -> Any:
     raise ValueError("entries are not operation -> bucket -> platform -> {config, microseconds}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once; where that fails it is as it was, and nothing lies beside it."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+# what could not be saved, by the file it belongs in: it serves this process
+_UNSAVED: dict[Path, TunedConfigs] = {}
+
+
+def keep(tuned: TunedConfigs, path: Path) -> None:
+    """Save what was measured; where that fails, warn and keep it in memory."""
+    tuned = unsaved(path) | tuned
+    try:
+        tuned.save(path)
+        _UNSAVED.pop(path, None)
+    except (OSError, NewerSchema) as error:
+        _UNSAVED[path] = tuned
+        warnings.warn(f"tuned configs could not be saved: {error}; they serve this process alone", stacklevel=2)
+
+
+def unsaved(path: Path) -> TunedConfigs:
+    """What belongs in a file that could not be written."""
+    return _UNSAVED.get(path, TunedConfigs())
 
 
 def user_file(kind: str) -> Path:

@@ -1,6 +1,7 @@
 """Which config a call runs with, and why."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ejkernel.ops.cache import TunedConfigs, shipped_file, user_file
+from ejkernel.ops.cache import TunedConfigs, shipped_file, unsaved, user_file
 from ejkernel.ops.operation import Call, Operation, get_operation
 from ejkernel.ops.target import Target
 
@@ -53,8 +54,10 @@ def _stored(path: Path) -> TunedConfigs:
 
 def tuned_sources(target: Target) -> list[tuple[str, TunedConfigs]]:
     """Tuned configs for a device, most specific first: the user's, the shipped, the architecture's."""
+    users = user_file(target.kind)
     return [
-        ("the user's tuned file", _stored(user_file(target.kind))),
+        ("tuned in this process, not saved", unsaved(users)),
+        ("the user's tuned file", _stored(users)),
         (f"shipped for {target.kind}", _stored(shipped_file(target.kind))),
         (f"shipped for {target.arch}", _stored(shipped_file(target.arch))),
     ]
@@ -121,8 +124,10 @@ def choose_config(operation: Operation, implementation: Any, platform: str, call
         if fields is not None:
             try:
                 config = implementation.Config(**fields)
-            except (TypeError, ValueError):
-                continue  # a file of another version of this Config: defaults serve
+            except (TypeError, ValueError) as error:  # a file of another version of this Config
+                entry = f"{operation.name}, {bucket}, {platform}"
+                warnings.warn(f"{source}: the config of {entry} is unusable and passed over: {error}", stacklevel=2)
+                continue
             # tuned for another length of the same bucket, it may not fit this one
             if not getattr(implementation, "unsupported_config", lambda call, config: [])(call, config):
                 return config, source

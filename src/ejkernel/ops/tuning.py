@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
 
-from ejkernel.ops.cache import TunedConfigs, user_file
+from ejkernel.ops.cache import TunedConfigs, keep, user_file
 from ejkernel.ops.operation import Arrays, Call, Operation
 
 REPEATS = 5
@@ -32,7 +32,8 @@ _SESSION: ContextVar[_Session | None] = ContextVar("ejkernel_autotune", default=
 def autotune(*, save: bool = True, progress: bool = True) -> Iterator[None]:
     """Measure the search space of every operation called inside, on the shapes of the call, and keep the winner.
 
-    The winner is used at once and, with `save`, written to the user's tuned file for later runs.
+    The winner is used at once and, with `save`, written to the user's tuned file for later runs;
+    where that cannot be written, a warning says so and the winner serves this process.
     Inside jit the arrays' values are unknown, so random ones of the same shapes are measured.
 
     >>> import jax.numpy as jnp
@@ -120,7 +121,7 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
     if session.save:
         fields = dataclasses.asdict(best)
         microseconds = [seconds * 1e6 for seconds in times[best]]
-        TunedConfigs().add(*key[:2], platform, fields, *microseconds).save(user_file(call.target.kind))
+        keep(TunedConfigs().add(*key[:2], platform, fields, *microseconds), user_file(call.target.kind))
     return best
 
 
