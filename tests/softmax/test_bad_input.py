@@ -298,9 +298,24 @@ BLOCKSPARSE = {
     ),
     "too-few-blocks": ({"block_mask": BLOCKS, "block_size": 2}, ValueError, r"blocks of \(2, 2\) need \(3, 5\) blocks"),
     "too-many-blocks": ({"block_mask": np.ones((3, 3), bool), "block_size": 4}, ValueError, r"need \(2, 3\) blocks"),
-    "rank": ({"block_mask": np.ones(3, bool), "block_size": 4}, ValueError, r"mask must have shape \(nq, nk\)"),
-    "dtype": ({"block_mask": BLOCKS * 0.5, "block_size": 4}, TypeError, "mask must be bool or 0/1 integers"),
-    "heads": ({"block_mask": np.ones((3, 2, 3), bool), "block_size": 4}, ValueError, "3 heads, query has 4"),
+    "rank": ({"block_mask": np.ones(3, bool), "block_size": 4}, ValueError, r"block_mask must have shape \(blocks_q"),
+    "dtype": ({"block_mask": BLOCKS * 0.5, "block_size": 4}, TypeError, "block_mask must be bool or 0/1 integers"),
+    "heads": (
+        {"block_mask": np.ones((3, 2, 3), bool), "block_size": 4}, ValueError, "block_mask has heads 3, query has 4"
+    ),
+    "heads-of-a-pattern": (
+        {"block_mask": BlockPattern.from_dense(np.ones((3, 2, 3), bool)), "block_size": 4}, ValueError,
+        "block_mask has heads 3, query has 4",
+    ),
+    "batch": (
+        {"block_mask": np.ones((3, 4, 2, 3), bool), "block_size": 4}, ValueError, "block_mask has batch 3, query has 2"
+    ),
+    "answer": ({"block_mask": lambda *at: None, "block_size": 4}, TypeError, "block_mask must be bool or 0/1"),
+    "answer-shape": ({"block_mask": lambda *at: [True, False], "block_size": 4}, ValueError,
+        r"one bool for each \(b, h, i, j\), got shape \(2,\)"),
+    "answer-shape-of-jax": ({"block_mask": lambda *at: jnp.ones(2, bool), "block_size": 4}, ValueError,
+        r"one bool for each \(b, h, i, j\), got shape \(2,\)"),
+    "three-arguments": ({"block_mask": lambda b, h, i: True, "block_size": 4}, TypeError, "positional argument"),
     "query-rank": ({"query": ones(6, 8), "block_mask": BLOCKS, "block_size": 4}, ValueError, "query must have 4 dim"),
     "callable-size": ({"block_mask": lambda *at: True, "block_size": -1}, ValueError, "block_size=-1 must be"),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.softmax import blocks
 from ejkernel.modules import attention, blocksparse_attention, flash_attention, scaled_dot_product_attention
 from ejkernel.types import BlockPattern, MaskInfo
 from harness import evaluate, normal
@@ -150,21 +151,21 @@ def test_sdpa_takes_a_mask():
 BLOCKS = np.random.default_rng(3).random((H, 5, 7)) < 0.5
 
 
-def dense(blocks, bq=4, bk=4):
-    return np.repeat(np.repeat(blocks, bq, -2), bk, -1)
+def dense(mask, bq=4, bk=4):
+    return np.repeat(np.repeat(mask, bq, -2), bk, -1)
 
 
-def masked(blocks, causal=True, **options):
+def masked(mask, causal=True, **options):
     """The same by a dense mask."""
-    mask = np.broadcast_to(dense(blocks), (*((1,) * (4 - blocks.ndim)), *dense(blocks).shape))
+    mask = np.broadcast_to(dense(mask), (*((1,) * (4 - mask.ndim)), *dense(mask).shape))
     return flash(Q, K, V, mask_info=MaskInfo.from_attention_mask(jnp.asarray(mask)), causal=causal, **options)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("blocks", [BLOCKS[0], BLOCKS, np.stack([BLOCKS, ~BLOCKS])], ids=["shared", "heads", "batch"])
-def test_blocksparse_is_a_dense_mask(blocks, causal):
-    out = jax.jit(partial(blocksparse_attention, block_size=4, causal=causal, cfg=TILES))(Q, K, V, block_mask=blocks)
-    assert_close({"out": out}, {"out": masked(blocks, causal)})
+@pytest.mark.parametrize("mask", [BLOCKS[0], BLOCKS, np.stack([BLOCKS, ~BLOCKS])], ids=["shared", "heads", "batch"])
+def test_blocksparse_is_a_dense_mask(mask, causal):
+    out = jax.jit(partial(blocksparse_attention, block_size=4, causal=causal, cfg=TILES))(Q, K, V, block_mask=mask)
+    assert_close({"out": out}, {"out": masked(mask, causal)})
 
 
 def test_blocksparse_is_causal_unless_told_otherwise():
@@ -201,6 +202,56 @@ def test_a_callable_of_block_indices():
 def test_a_callable_may_use_python_numbers():
     out = blocksparse_attention(Q, K, V, block_mask=lambda b, h, i, j: True, block_size=(4, 7))
     assert_close({"out": out}, {"out": flash(Q, K, V, causal=True)})
+
+
+def by_branches(b, h, i, j):
+    """What only ints can do: a branch, a look-up, numbers beyond 32 bits."""
+    if i < j:
+        return h in {1, 3}
+    return bool([1, 1, 0][i % 3]) and (i * 2**40 + j) % 3 > 0
+
+
+def by_arrays(b, h, i, j):
+    return jnp.where(i < j, (h == 1) | (h == 3), (jnp.array([1, 1, 0])[i % 3] == 1) & ((i * 2**16 + j) % 3 > 0))
+
+
+@pytest.mark.parametrize("most", [2**17, 0], ids=["few-blocks", "many-blocks"])
+@pytest.mark.parametrize("function", [by_branches, by_arrays], ids=["python", "arrays"])
+def test_a_callable_in_plain_python_or_in_jax(monkeypatch, function, most):
+    """2 ** 40 and 2 ** 16 leave the same remainder by 3."""
+    monkeypatch.setattr(blocks, "_MOST_CALLS", most)
+    expected = np.array([by_branches(*at) for at in np.ndindex(1, H, 5, 7)]).reshape(1, H, 5, 7)
+    found = jax.jit(lambda: jnp.asarray(blocks.pattern_mask(Q, K, function, 4, None).pattern.blocks))()
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, (B, H, 5, 7)))
+
+
+def test_a_callable_that_can_be_vectorised_is_called_once_for_many_blocks(monkeypatch):
+    calls = []
+
+    def sees(b, h, i, j):
+        calls.append(i)
+        return i >= j
+
+    monkeypatch.setattr(blocks, "_MOST_CALLS", 0)
+    out = blocksparse_attention(Q, Q, Q, block_mask=sees, block_size=4)
+    assert len(calls) == 2  # the first with ints
+    assert_close({"out": out}, {"out": flash(Q, Q, Q, causal=True)})
+
+
+def test_a_callable_may_close_over_traced_values():
+    out = jax.jit(
+        lambda n: blocksparse_attention(Q, Q, Q, block_mask=lambda b, h, i, j: (i - j) < n, block_size=4, cfg=TILES)
+    )(9)
+    assert_close({"out": out}, {"out": flash(Q, Q, Q, causal=True)})
+
+
+def test_a_pattern_without_a_size_takes_that_of_the_call():
+    assert BlockPattern.from_dense(BLOCKS).block_size is None
+    out = blocksparse_attention(Q, K, V, block_mask=BlockPattern.from_dense(BLOCKS), block_size=4)
+    assert_close({"out": out}, {"out": masked(BLOCKS)})
+    small = blocks.pattern_mask(Q, K, BlockPattern.sliding_blocks(7, 1), (4, 4), None)
+    assert small.pattern.block_shape == (4, 4) and small.pattern.blocks.shape == (1, 1, 5, 7)
+    assert blocks.pattern_mask(Q, K, BlockPattern.sliding_blocks(7, 1), None, None).pattern.block_shape == (64, 64)
 
 
 def test_blocksparse_with_everything_else():

@@ -42,8 +42,10 @@ def blocksparse_attention(
         softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`.
         bias: broadcasts to `(B, H, T, S)`.
         block_mask: bool `(blocks_q, blocks_k)`, `(H, ...)` or `(B, H, ...)`, a `BlockPattern`, or a function
-            `(b, h, i, j) -> bool` of block indices.
-        block_size: queries and keys per block, an int or a pair; a `BlockPattern` brings its own.
+            `(b, h, i, j) -> bool` of block indices. The function may be plain Python (it is called with ints, block by
+            block; with more than 2 ** 17 blocks it is vectorised where it can be) or made of JAX (it is vectorised).
+        block_size: queries and keys per block, an int or a pair. A `BlockPattern` made with a size brings its own; one
+            made without takes this, or else 64.
         mask_info: further limits, all of which apply.
         causal: on by default, element by element.
         softmax_scale: default `D ** -0.5`.

@@ -10,6 +10,9 @@ import numpy as np
 
 from .inputs import ArrayInput, bool_array, concrete, static_int
 
+# tokens per block of a pattern that says no size, where nobody else says one
+_UNSAID = 64
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=["block_size", "num_heads"])
 @dataclass(frozen=True, eq=False)
@@ -22,7 +25,8 @@ class BlockPattern:
     Fields:
         blocks: bool (H|1, nq, nk) or (B|1, H|1, nq, nk). The static patterns below are numpy arrays, so that
             they stay known while tracing.
-        block_size: tokens per block, one number or (bq, bk).
+        block_size: tokens per block, one number or (bq, bk). None leaves it to `blocksparse_attention(block_size=)`;
+            elsewhere it is 64.
         num_heads: how many heads `dense` shows, None for a pattern that has no head axis.
 
     >>> pattern = BlockPattern.local_stride(2, 4, local_blocks=1, vert_stride=2)
@@ -33,7 +37,7 @@ class BlockPattern:
     """
 
     blocks: Any  # jax.Array | np.ndarray; other leaves (shardings, axes) under tree maps
-    block_size: int | tuple[int, int] = 64
+    block_size: int | tuple[int, int] | None = None
     num_heads: int | None = None
 
     @classmethod
@@ -47,7 +51,7 @@ class BlockPattern:
         homo_head: bool = False,
         num_dense_heads: int = 0,
         offset: int = 0,
-        block_size: int | tuple[int, int] = 64,
+        block_size: int | tuple[int, int] | None = None,
     ) -> "BlockPattern":
         """Recent blocks plus every `vert_stride`-th block, shifted from head to head; causal in blocks.
 
@@ -80,7 +84,7 @@ class BlockPattern:
 
     @classmethod
     def sliding_blocks(
-        cls, num_blocks: int, left: int, right: int = 0, *, block_size: int | tuple[int, int] = 64
+        cls, num_blocks: int, left: int, right: int = 0, *, block_size: int | tuple[int, int] | None = None
     ) -> "BlockPattern":
         """Each query block sees `left` blocks before its own, its own, and `right` after it, in every head.
 
@@ -93,7 +97,7 @@ class BlockPattern:
         return cls(((distance >= -left) & (distance <= right))[None], _checked_block_size(block_size))
 
     @classmethod
-    def from_dense(cls, mask: ArrayInput, *, block_size: int | tuple[int, int] = 64) -> "BlockPattern":
+    def from_dense(cls, mask: ArrayInput, *, block_size: int | tuple[int, int] | None = None) -> "BlockPattern":
         """A pattern written by hand, one entry per block: bool or 0/1, (nq, nk), (H, nq, nk) or (B, H, nq, nk).
 
         >>> import numpy as np
@@ -118,7 +122,8 @@ class BlockPattern:
     @property
     def block_shape(self) -> tuple[int, int]:
         """(bq, bk): tokens per query block and per key block."""
-        return (self.block_size, self.block_size) if isinstance(self.block_size, int) else self.block_size
+        size = _UNSAID if self.block_size is None else self.block_size
+        return (size, size) if isinstance(size, int) else size
 
     def is_kv_cache_efficient(self) -> bool:
         """Whether a key block, once no query block uses it, is never used again (a cache may drop it).
@@ -147,7 +152,7 @@ class BlockPattern:
                 f"got {q_len=}, {kv_len=}"
             )
         blocks = self.blocks if self.blocks.ndim >= 4 else self.blocks[None]
-        return BlockPattern(blocks[..., : -(-q_len // bq), : -(-kv_len // bk)], self.block_size, self.num_heads)
+        return BlockPattern(blocks[..., : -(-q_len // bq), : -(-kv_len // bk)], (bq, bk), self.num_heads)
 
     def intersect(self, other: "BlockPattern", q_len: int, kv_len: int) -> "BlockPattern | None":
         """Both patterns as one, in the finer blocks of the two; None where neither size divides the other."""
@@ -175,7 +180,9 @@ class BlockPattern:
         return f"BlockPattern(blocks={shape}, block_size={self.block_size})"
 
 
-def _checked_block_size(block_size: Any) -> int | tuple[int, int]:
+def _checked_block_size(block_size: Any) -> int | tuple[int, int] | None:
+    if block_size is None:
+        return None
     if not isinstance(block_size, (tuple, list)):
         return static_int("block_size", block_size, 1)
     if len(block_size) != 2:

@@ -1,11 +1,21 @@
 """From what a caller may call a block mask to a MaskInfo."""
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.types import BlockPattern, MaskInfo
+from ejkernel.types.inputs import bool_array
+
+Counts = tuple[int, int, int, int]  # batch, heads, query blocks, key blocks
+
+# a function of ints is called for each block up to so many (some 50 ms); beyond, it is vectorised where it can be
+_MOST_CALLS = 2**17
 
 
 def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_info: MaskInfo | None) -> MaskInfo:
@@ -17,25 +27,39 @@ def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_in
     S = key.shape[1]
     pattern = _pattern(block_mask, block_size, (B, H, T, S))
     mask = MaskInfo.from_block_pattern(pattern, q_len=T, kv_len=S)
+    for what, found, wanted in (("batch", mask.shape[0], B), ("heads", mask.shape[1], H)):
+        if found not in (1, wanted):
+            raise ValueError(f"block_mask has {what} {found}, query has {wanted}; it is {pattern!r}")
     return mask if mask_info is None else mask & mask_info
 
 
 def _pattern(block_mask: Any, block_size: Any, sizes: tuple[int, int, int, int]) -> BlockPattern:
     if isinstance(block_mask, BlockPattern):
-        if block_size is not None and _pair(block_size) != _pair(block_mask.block_size):
-            raise ValueError(f"block_size={block_size} but the pattern's blocks are {block_mask.block_size}")
-        return block_mask
+        return _sized(block_mask, block_size)
     if block_size is None:
         raise ValueError("block_size is needed unless block_mask is a BlockPattern")
-    if callable(block_mask):
-        block_mask = _evaluated(block_mask, sizes, _pair(block_size))
-    pattern = BlockPattern.from_dense(block_mask, block_size=block_size)
-    counts = tuple(-(-n // block) for n, block in zip(sizes[2:], _pair(block_size), strict=True))
-    if jnp.shape(block_mask)[-2:] != counts:
+    B, H, T, S = sizes
+    block = _pair(block_size)
+    counts = (B, H, -(-T // block[0]), -(-S // block[1]))
+    blocks = _evaluated(block_mask, counts) if callable(block_mask) else bool_array("block_mask", block_mask)
+    if blocks.ndim not in (2, 3, 4):
+        shapes = "(blocks_q, blocks_k), (heads, ...) or (batch, heads, ...)"
+        raise ValueError(f"block_mask must have shape {shapes}, got {blocks.shape}")
+    if blocks.shape[-2:] != counts[2:]:
         raise ValueError(
-            f"block_mask has shape {jnp.shape(block_mask)}; lengths {sizes[2]} and {sizes[3]} in blocks of "
-            f"{_pair(block_size)} need {counts} blocks"
+            f"block_mask has shape {blocks.shape}; lengths {T} and {S} in blocks of {block} need {counts[2:]} blocks"
         )
+    return BlockPattern.from_dense(blocks, block_size=block)
+
+
+def _sized(pattern: BlockPattern, block_size: Any) -> BlockPattern:
+    """The pattern with the size that it, or else the caller, says."""
+    if block_size is None:
+        return pattern
+    if pattern.block_size is None:
+        return dataclasses.replace(pattern, block_size=_pair(block_size))
+    if _pair(block_size) != pattern.block_shape:
+        raise ValueError(f"block_size={block_size} but the pattern's blocks are {pattern.block_size}")
     return pattern
 
 
@@ -46,10 +70,49 @@ def _pair(size: Any) -> tuple[int, int]:
     return pair
 
 
-def _evaluated(function: Any, sizes: tuple[int, int, int, int], block: tuple[int, int]) -> jax.Array:
-    """bool (B, H, blocks_q, blocks_k) of a function of block indices."""
-    B, H, T, S = sizes
-    counts = (B, H, -(-T // block[0]), -(-S // block[1]))
-    indices = jnp.meshgrid(*(jnp.arange(n) for n in counts), indexing="ij")
-    flat = jax.vmap(lambda b, h, i, j: jnp.asarray(function(b, h, i, j), bool))(*(x.reshape(-1) for x in indices))
-    return flat.reshape(counts)
+# A function of block indices --------------------------------------------------------------------------------
+
+
+def _evaluated(function: Callable[..., Any], counts: Counts) -> Any:
+    """bool (B, H, blocks_q, blocks_k) of a function of block indices.
+
+    Ints are the definition: the function may branch on them, look them up, compute with them beyond 32 bits. One that
+    answers them with an array of JAX is written for arrays, and vectorised.
+    """
+    plain = _answers_ints(function)
+    if plain and math.prod(counts) <= _MOST_CALLS:
+        return _called(function, counts)
+    try:
+        return _vectorised(function, counts)
+    except (TypeError, AttributeError, IndexError, ValueError, OverflowError):  # what plain Python says of tracers
+        if not plain:
+            raise
+        return _called(function, counts)
+
+
+def _answers_ints(function: Callable[..., Any]) -> bool:
+    try:
+        return not isinstance(function(0, 0, 0, 0), jax.Array)
+    except (TypeError, AttributeError):  # it uses its indices as arrays, or cannot take four: vectorising tells
+        return False
+
+
+def _called(function: Callable[..., Any], counts: Counts) -> np.ndarray:
+    answers = np.array([function(*at) for at in np.ndindex(*counts)])
+    if answers.shape != (math.prod(counts),):
+        raise _not_one_bool(answers.shape[1:])
+    return np.asarray(bool_array("block_mask", answers)).reshape(counts)
+
+
+def _vectorised(function: Callable[..., Any], counts: Counts) -> jax.Array:
+    def answer(*at: jax.Array) -> jax.Array:
+        found = jnp.asarray(function(*at), bool)
+        if found.shape != ():
+            raise _not_one_bool(found.shape)
+        return found
+
+    return jax.vmap(answer)(*np.indices(counts, np.int32).reshape(4, -1)).reshape(counts)
+
+
+def _not_one_bool(shape: tuple[int, ...]) -> ValueError:
+    return ValueError(f"block_mask must give one bool for each (b, h, i, j), got shape {shape}")
