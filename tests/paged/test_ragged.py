@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
-from ejkernel.kernels.paged import ragged
+from ejkernel.kernels.paged import pallas_tpu, ragged
+from ejkernel.ops import run
 from harness import normal
 from tolerances import assert_close
 
@@ -76,7 +78,8 @@ def test_references():
         agree([x[:, 0] for x in found], by_hand(query, key, value))
     query, key, value = arrays(1)
     found = jax.jit(ragged.reference_mqa)(query, key[:, :, 0], value[:, :, 0], LENGTHS, STARTS)
-    agree(found, by_hand(query, key, value))
+    assert [x.shape for x in found] == [(B, 1, H, D), (B, 1, H, 1), (B, 1, H, 1)]
+    agree([x[:, 0] for x in found], by_hand(query, key, value))
 
 
 def test_parts_over_disjoint_keys_merge():
@@ -90,12 +93,32 @@ def test_parts_over_disjoint_keys_merge():
     assert_close({"o": merged}, {"o": attend(query, key, value, end, zero)[0]})
 
 
-def test_the_cost_estimate_is_taken_where_it_is_made():
+def test_the_tpu_kernel_takes_the_cost_that_is_given(monkeypatch):
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((B, 1, H, D), (B, S, H, D), (B, S, H, D))]
     cost = ragged.get_mha_cost_estimate((*shapes, jax.ShapeDtypeStruct((B,), "int32")))
     assert (cost.flops, cost.transcendentals) == (4 * B * H * S * D, B * H * S)
     query, key, value = arrays(1)
-    ragged.ragged_mqa(query, key[:, :, 0], value[:, :, 0], LENGTHS, STARTS, cost_estimate=cost)
+    given = query, key[:, :, 0], value[:, :, 0], LENGTHS, STARTS
+    ragged.ragged_mqa(*given, cost_estimate=cost)
+    told = []
+
+    def spied(operation, call):
+        told.append(pallas_tpu.cost(call))
+        return run(operation, call)
+
+    monkeypatch.setattr(ragged, "run", spied)
+    for estimate in (cost, None):
+        ragged.ragged_mqa(*given, cost_estimate=estimate)
+    assert told[0] == cost != told[1]
+
+
+def test_what_is_no_cost_estimate_is_refused():
+    query, key, value = arrays(1)
+    given = query, key[:, :, 0], value[:, :, 0], LENGTHS, STARTS
+    with pytest.raises(TypeError, match=r"cost_estimate must be a pallas\.CostEstimate, got int"):
+        ragged.ragged_mqa(*given, cost_estimate=3)
+    with pytest.raises(ValueError, match=r"cost_estimate\.flops=-1 must be at least 0"):
+        ragged.ragged_mqa(*given, cost_estimate=pl.CostEstimate(flops=-1, transcendentals=0, bytes_accessed=0))
 
 
 def test_signatures_are_those_of_the_seed():

@@ -334,7 +334,12 @@ def _by_row(call: Call, kernel: Kernel, rows: Rows) -> tuple[jax.Array, pl.Block
 
 
 def cost(call: Call) -> pl.CostEstimate:
-    """Of sequences as long as their tables, which is all that shapes tell: keys and values once, two products."""
+    """What the caller says, or else of sequences as long as their tables, which is all that shapes tell.
+
+    Keys and values are read once, for two products.
+    """
+    if call.spec.cost is not None:
+        return pl.CostEstimate(**call.spec.cost._asdict())
     dims, query = dimensions(call), call["query"]
     token = dims.Hkv * (dims.D + dims.Dv) * call[_page_names(call)[0]].dtype.itemsize
     written = dims.B * dims.T * dims.H * dims.Dv

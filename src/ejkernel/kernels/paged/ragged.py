@@ -6,6 +6,7 @@ disjoint keys can be merged. A row without a valid key has `o = 0`, `m = mask_va
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from ejkernel.kernels.paged import xla
 from ejkernel.kernels.paged.calls import ragged_decode_call
 from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
 from ejkernel.kernels.paged.reference import reference
-from ejkernel.kernels.paged.spec import array, cache
+from ejkernel.kernels.paged.spec import Cost, array, cache
 from ejkernel.ops import Call, run, use_config
 
 MASK_VALUE = -2.381976426469702e38
@@ -45,7 +46,8 @@ def ragged_mqa(
         lengths: `(B,)`, one past the last valid key; `starts` `(B,)`, the first.
         block_size: keys per step on XLA; the kernels of other platforms have tiles of their own.
         mask_value: `m` of a row without a valid key; so low that a hidden key has no weight.
-        cost_estimate: a `pallas.CostEstimate`, for compilers that schedule by one; no platform here needs it.
+        cost_estimate: a `pallas.CostEstimate` that the TPU kernel tells its compiler instead of its own estimate; the
+            compilers of other platforms take none.
 
     Returns:
         `(o, m, l)`: `(B, H, D)`, `(B, H, 1)`, `(B, H, 1)`.
@@ -57,11 +59,9 @@ def ragged_mqa(
     >>> o.shape, m.ravel().tolist(), l.ravel().round(3).tolist()
     ((2, 1, 8), [8.0, 8.0], [10.0, 2.0])
     """
-    if cost_estimate is not None and not hasattr(cost_estimate, "flops"):
-        raise TypeError(f"cost_estimate must be a pallas.CostEstimate, got {type(cost_estimate).__name__}")
     q = array("q", q, "(batch, heads, head_dim)", 3)
     k, v = (cache(name, x, "(batch, length, head_dim)", 3) for name, x in (("k", k), ("v", v)))
-    return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value)
+    return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value, _cost(cost_estimate))
 
 
 def ragged_mha(
@@ -117,9 +117,8 @@ def ragged_gqa(
 def reference_mqa(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, *, mask_value: float = MASK_VALUE
 ) -> Parts:
-    """`ragged_mqa` by the definition, in float32: `(B, H, D)`, `(B, H, 1)`, `(B, H, 1)`."""
-    call = ragged_decode_call(q, k[:, :, None], v[:, :, None], starts, lengths, softmax_scale=1.0)
-    return _parts(call, reference(call), mask_value)
+    """`ragged_mqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
+    return reference_gqa(q, k[:, :, None], v[:, :, None], lengths, starts, mask_value)
 
 
 def reference_mha(
@@ -157,9 +156,28 @@ def get_mha_cost_estimate(shape_dtype: Any) -> Any:
     return pl.CostEstimate(flops=2 * B * H * S * (D + Dv), transcendentals=B * H * S, bytes_accessed=moved + written)
 
 
-def _ragged(query: Any, key: Any, value: Any, lengths: Any, starts: Any, block_size: int, mask_value: float) -> Parts:
+def _cost(estimate: Any) -> Cost | None:
+    if estimate is None:
+        return None
+    try:
+        return Cost(*(whole(f"cost_estimate.{name}", getattr(estimate, name), 0) for name in Cost._fields))
+    except AttributeError:
+        raise TypeError(f"cost_estimate must be a pallas.CostEstimate, got {type(estimate).__name__}") from None
+
+
+def _ragged(
+    query: Any,
+    key: Any,
+    value: Any,
+    lengths: Any,
+    starts: Any,
+    block_size: int,
+    mask_value: float,
+    cost: Cost | None = None,
+) -> Parts:
     options = {"softmax_scale": 1.0, "return_lse": True, "names": _NAMES}
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
+    call = replace(call, spec=replace(call.spec, cost=cost))
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=whole("block_size", block_size))):
         return _parts(call, run(RAGGED_DECODE_ATTENTION, call), mask_value)
 

@@ -54,6 +54,14 @@ OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "top": "B H T"}
 OUTPUTS_BY_SEQUENCE = {"out": "B N H Dv", "lse": "B H N", "top": "B H N"}
 
 
+class Cost(NamedTuple):
+    """What a caller says a call costs, as a `pallas.CostEstimate` does."""
+
+    flops: int
+    transcendentals: int
+    bytes_accessed: int
+
+
 @dataclass(frozen=True)
 class Spec:
     """The static facts of a call.
@@ -67,6 +75,7 @@ class Spec:
         num_splits: parts the key axis is computed in; None leaves it to the platform.
         with_lse: whether the caller wants the log-sum-exp.
         out_dtype: of `out`; None is that of the query. Parts that are still to be merged are float32.
+        cost: told to a compiler that asks; None is what the platform itself estimates.
     """
 
     scale: float
@@ -77,6 +86,7 @@ class Spec:
     num_splits: int | None = None
     with_lse: bool = False
     out_dtype: str | None = None
+    cost: Cost | None = None
 
 
 class Dimensions(NamedTuple):

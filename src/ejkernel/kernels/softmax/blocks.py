@@ -105,7 +105,7 @@ def _called(function: Callable[..., Any], counts: Counts) -> np.ndarray:
 
 
 def _vectorised(function: Callable[..., Any], counts: Counts) -> jax.Array:
-    def answer(*at: jax.Array) -> jax.Array:
+    def answer(*at: Any) -> jax.Array:
         found = jnp.asarray(function(*at), bool)
         if found.shape != ():
             raise _not_one_bool(found.shape)
