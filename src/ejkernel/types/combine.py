@@ -1,7 +1,10 @@
-"""The conjunction of two masks, part by part, symbolic wherever the parts allow it."""
+"""Two masks in one, part by part: what both show, and what either shows; symbolic wherever the parts allow it."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +20,7 @@ if TYPE_CHECKING:
 
 def intersect(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
     """What both masks show; the left one's explicit positions are kept, else the right one's."""
-    check_partners(left, right)
-    a, b = left.canonical(), right.canonical()
-    frame = a if a.q_pos is not None else b
+    a, b, frame = _partners(left, right)
     a, b = _in_frame(a, frame), _in_frame(b, frame)
     q_ids, kv_ids = _intersect_ids(a, b)
     pattern, pattern_mask = _intersect_patterns(a, b)
@@ -34,14 +35,44 @@ def intersect(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
     return merged if b.chunk is None else merged.apply_chunked(b.chunk)
 
 
-def check_partners(left: "MaskInfo", right: "MaskInfo") -> None:
-    """ValueError unless the two masks broadcast together."""
+def unite(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
+    """What either mask shows; the left one's explicit positions are kept, else the right one's.
+
+    Symbolic where one mask shows all that the other does, part by part, or where they differ in one part that has a
+    union of its kind. Elsewhere dense, but for the parts in which they agree.
+    """
+    a, b, frame = _partners(left, right)
+    cross = a.cross or b.cross
+    if _rests_on(a, frame) and _rests_on(b, frame):
+        a, b = (dataclasses.replace(x, q_pos=frame.q_pos, kv_pos=frame.kv_pos, cross=cross) for x in (a, b))
+        orders = {part: order(a, b) for part, order in _ORDERS.items()}
+        differing = {part: order for part, order in orders.items() if order != "same"}
+        if set(differing.values()) <= {"narrower"}:
+            return b
+        if set(differing.values()) <= {"wider"}:
+            return a
+        if len(differing) == 1:
+            (part,) = differing
+            if (united := _UNIONS[part](a, b)) is not None:
+                return united
+    shared = {name: getattr(a, name) for name in _agreeing_fields(a, b)}
+    a, b = (dataclasses.replace(x, **{name: _NOTHING.get(name) for name in shared}) for x in (a, b))
+    either = a.element_mask() | b.element_mask()
+    alone = dataclasses.replace(frame, **{name: _NOTHING.get(name) for name in _PARTS})
+    return dataclasses.replace(alone, dense=either, cross=cross, **shared)
+
+
+def _partners(left: "MaskInfo", right: "MaskInfo") -> "tuple[MaskInfo, MaskInfo, MaskInfo]":
+    """Both at full rank and the same lengths, and the one whose positions count; ValueError if they do not fit."""
+    left, right = left.with_lengths(right.q_len, right.kv_len), right.with_lengths(left.q_len, left.kv_len)
     a, b = left.shape, right.shape
     if a[2:] != b[2:]:
         raise ValueError(f"masks must have the same lengths (T, S), got {a[2:]} and {b[2:]}")
     common_batch({"left mask": a[0], "right mask": b[0]})
     if a[1] != b[1] and 1 not in (a[1], b[1]):
         raise ValueError(f"masks must have one head or as many, got {a[1]} and {b[1]}")
+    left, right = left.canonical(), right.canonical()
+    return left, right, left if left.q_pos is not None else right
 
 
 def same(a: Any, b: Any) -> bool:
@@ -64,10 +95,15 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 def _in_frame(mask: "MaskInfo", frame: "MaskInfo") -> "MaskInfo":
     """The same mask on another's positions: band and chunk become dense if they rest on different ones."""
     moved = dataclasses.replace(mask, q_pos=frame.q_pos, kv_pos=frame.kv_pos)
-    if not mask.has_frame_parts() or (same(mask.q_pos, frame.q_pos) and same(mask.kv_pos, frame.kv_pos)):
+    if _rests_on(mask, frame):
         return moved
     own = mask.frame_mask(jnp.arange(mask.q_len), jnp.arange(mask.kv_len))  # (B|1, 1, T, S)
     return dataclasses.replace(moved, dense=both(mask.dense, own), band=(None, None), chunk=None)
+
+
+def _rests_on(mask: "MaskInfo", frame: "MaskInfo") -> bool:
+    """Whether a mask says the same on another's positions."""
+    return not mask.has_frame_parts() or (same(mask.q_pos, frame.q_pos) and same(mask.kv_pos, frame.kv_pos))
 
 
 def _intersect_ids(a: "MaskInfo", b: "MaskInfo") -> tuple[Any, Any]:
@@ -82,8 +118,106 @@ def _intersect_patterns(a: "MaskInfo", b: "MaskInfo") -> "tuple[BlockPattern | N
     """One pattern, or the left one and a dense mask for the right one where their block sizes do not nest."""
     if a.pattern is None or b.pattern is None:
         return (b.pattern if a.pattern is None else a.pattern), None
-    pattern = a.pattern.intersect(b.pattern, a.q_len, a.kv_len)
+    pattern = a.pattern.combine(b.pattern, a.q_len, a.kv_len, operator.and_)
     if pattern is not None:
         return pattern, None
     alone = dataclasses.replace(b, q_ids=None, kv_ids=None, dense=None, band=(None, None), chunk=None)
     return a.pattern, alone.element_mask()
+
+
+# Unions: how one mask's part compares with the other's, and what both are together -------------------------------
+
+Order = Literal["same", "narrower", "wider", "apart"]
+
+_PARTS = ("q_ids", "kv_ids", "pattern", "dense", "band", "chunk")
+_NOTHING: dict[str, Any] = {"band": (None, None)}  # what a part is that hides nothing, where that is not None
+
+
+def _agreeing_fields(a: "MaskInfo", b: "MaskInfo") -> list[str]:
+    """The fields of parts that hide the same in both, and may be left out of their union and applied to it after."""
+    found = ["q_ids", "kv_ids"] if _order_ids(a, b) == "same" and a.q_ids is not None else []
+    found += ["pattern"] if _order_patterns(a, b) == "same" and a.pattern is not None else []
+    if same(a.q_pos, b.q_pos) and same(a.kv_pos, b.kv_pos):
+        found += [name for name in ("band", "chunk") if getattr(a, name) == getattr(b, name)]
+    return found
+
+
+def _order(a: Any, b: Any, equal: bool) -> Order:
+    """Of two parts where None hides nothing."""
+    if equal:
+        return "same"
+    return "wider" if a is None else "narrower" if b is None else "apart"
+
+
+def _order_ids(a: "MaskInfo", b: "MaskInfo") -> Order:
+    return _order(a.q_ids, b.q_ids, same(a.q_ids, b.q_ids) and same(a.kv_ids, b.kv_ids))
+
+
+def _order_dense(a: "MaskInfo", b: "MaskInfo") -> Order:
+    return _order(a.dense, b.dense, same(a.dense, b.dense))
+
+
+def _order_patterns(a: "MaskInfo", b: "MaskInfo") -> Order:
+    if a.pattern is None or b.pattern is None:
+        return _order(a.pattern, b.pattern, a.pattern is b.pattern)
+    equal = a.pattern.block_shape == b.pattern.block_shape and same(a.pattern.blocks, b.pattern.blocks)
+    return "same" if equal else "apart"
+
+
+def _order_chunks(a: "MaskInfo", b: "MaskInfo") -> Order:
+    if a.chunk is None or b.chunk is None or a.chunk == b.chunk:
+        return _order(a.chunk, b.chunk, a.chunk == b.chunk)
+    small, large = sorted((a.chunk, b.chunk))
+    return "apart" if large % small else "wider" if a.chunk == large else "narrower"
+
+
+def _order_bands(a: "MaskInfo", b: "MaskInfo") -> Order:
+    (a_lo, a_hi), (b_lo, b_hi) = _limits(a.band), _limits(b.band)
+    if (a_lo, a_hi) == (b_lo, b_hi) or (a_lo > a_hi and b_lo > b_hi):
+        return "same"
+    if a_lo > a_hi or (b_lo <= a_lo and a_hi <= b_hi):
+        return "narrower"
+    return "wider" if b_lo > b_hi or (a_lo <= b_lo and b_hi <= a_hi) else "apart"
+
+
+def _limits(band: tuple[int | None, int | None]) -> tuple[float, float]:
+    lo, hi = band
+    return -math.inf if lo is None else lo, math.inf if hi is None else hi
+
+
+def _unite_bands(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo | None":
+    """One band, where no distance lies between the two."""
+    (a_lo, a_hi), (b_lo, b_hi) = _limits(a.band), _limits(b.band)
+    if max(a_lo, b_lo) > min(a_hi, b_hi) + 1:
+        return None
+    lo, hi = min(a_lo, b_lo), max(a_hi, b_hi)
+    return dataclasses.replace(a, band=(None if lo == -math.inf else int(lo), None if hi == math.inf else int(hi)))
+
+
+def _unite_patterns(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo | None":
+    pattern = a.pattern.combine(b.pattern, a.q_len, a.kv_len, operator.or_)
+    return None if pattern is None else dataclasses.replace(a, pattern=pattern)
+
+
+def _unite_dense(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo":
+    return dataclasses.replace(a, dense=a.dense | b.dense)
+
+
+def _no_union(a: "MaskInfo", b: "MaskInfo") -> None:
+    return None
+
+
+_ORDERS: dict[str, Callable[..., Order]] = {
+    "ids": _order_ids,
+    "pattern": _order_patterns,
+    "dense": _order_dense,
+    "band": _order_bands,
+    "chunk": _order_chunks,
+}
+_UNIONS: dict[str, Callable[..., "MaskInfo | None"]] = {
+    "ids": _no_union,
+    "pattern": _unite_patterns,
+    "dense": _unite_dense,
+    "band": _unite_bands,
+    "chunk": _no_union,
+}

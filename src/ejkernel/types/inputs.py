@@ -113,7 +113,7 @@ def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:
 
 def common_batch(sizes: dict[str, int]) -> int:
     """The batch size that all parts broadcast to; sizes are that or 1."""
-    batch = max(sizes.values(), default=1)
+    batch = 0 if 0 in sizes.values() else max(sizes.values(), default=1)
     if any(size not in (1, batch) for size in sizes.values()):
         raise ValueError(f"batch sizes must agree or be 1, got {sizes}")
     return batch

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from . import segments
-from .combine import both, check_partners, intersect, same
+from .combine import both, intersect, same, unite
 from .inputs import (
     ArrayInput,
     bool_array,
@@ -41,10 +41,11 @@ Band = tuple[int | None, int | None]
 class MaskInfo:
     """Which keys each query sees: everything that all of the parts below allow. `MaskInfo(T, S)` allows everything.
 
-    Segments, lengths, causality, windows, chunks and block patterns stay symbolic. A T x S array is made only by
-    `attention_mask`, `bias`, `|`, `apply_token_type_ids(combine="union")`, a second chunk size that does not nest
-    with the first, and `&` of masks whose bands or chunks rest on different positions or whose pattern block sizes
-    do not nest.
+    Segments, lengths, causality, windows, chunks and block patterns stay symbolic; `is_symbolic` and the repr say
+    whether a mask holds a T x S array. One is made only by `attention_mask`, `bias`, `|` of masks whose union is not
+    one of these parts (see there), `apply_token_type_ids(combine="union")`, a second chunk size that does not nest with
+    the first, and `&` of masks whose bands or chunks rest on different positions or whose pattern block sizes do not
+    nest.
 
     Positions decide causality, windows and chunks: the explicit ones where given, else plain indices with the ends
     aligned (query `i` stands at `i + S - T`, key `j` at `j`).
@@ -129,11 +130,16 @@ class MaskInfo:
         """A mask of bool or 0/1 integers, true where visible.
 
         Args:
-            mask: (B, S) is a padding mask of self attention, in which padded queries see nothing either;
-                (B, T, S) and (B, 1 or H, T, S) are kept as they are.
+            mask: (B, S) is a padding mask of self attention, in which padded queries see nothing either; a matrix of
+                queries and keys is `mask[None]`, (1, T, S). (B, T, S) and (B, H, T, S) are kept as they are, each
+                dimension its size or 1. A length of 1 broadcasts: (B, 1, 1, S) hides keys from any number of queries
+                (as many as keys until something says otherwise: a call, another mask, `replace(q_len=...)`) and stays
+                symbolic, as does (B, 1, T, 1).
 
         >>> MaskInfo.from_attention_mask([[1, 1, 0]]).q_segment_ids.tolist()
         [[0, 0, -1]]
+        >>> MaskInfo.from_attention_mask([[[[1, 1, 0]]]]).attention_mask[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 0]]
         """
         array = jnp.asarray(bool_array("mask", mask))
         if array.ndim == 2:
@@ -142,8 +148,14 @@ class MaskInfo:
         if array.ndim not in (3, 4):
             raise ValueError(f"mask must have shape (B, S), (B, T, S) or (B, H, T, S), got {array.shape}")
         dense = array if array.ndim == 4 else array[:, None]
-        T, S = dense.shape[2:]
-        return cls(T, S, dense=dense, cross=T != S)
+        B, H, T, S = dense.shape
+        if H == 1 and (T == 1) != (S == 1):
+            given = jnp.where(dense.reshape(B, T * S), 0, -1).astype(jnp.int32)
+            all_alike = jnp.zeros((B, 1), jnp.int32)
+            q_ids, kv_ids = (all_alike, given) if T == 1 else (given, all_alike)
+            return cls(T * S, T * S, q_ids, kv_ids)
+        q_len, kv_len = (S if T == 1 else T), (T if S == 1 else S)
+        return cls(q_len, kv_len, dense=dense, cross=q_len != kv_len)
 
     @classmethod
     def from_cu_seqlens(
@@ -331,14 +343,21 @@ class MaskInfo:
         return intersect(self, other)
 
     def __or__(self, other: "MaskInfo") -> "MaskInfo":
-        """What either shows, as a dense mask; explicit positions are kept, the left one's first."""
+        """What either shows; explicit positions are kept, the left one's first.
+
+        Symbolic where one mask shows all that the other does, part by part, and where they differ only in bands that
+        meet or in patterns whose block sizes nest. Elsewhere a T x S array is made (`is_symbolic` is False), of the
+        parts in which the two differ.
+
+        >>> causal = MaskInfo(4, 4).apply_causal()
+        >>> causal | MaskInfo(4, 4).apply_sliding_window((1, 2))
+        MaskInfo(T=4, S=4, band=(None, 2))
+        >>> causal | MaskInfo(4, 4).apply_chunked(2)
+        MaskInfo(T=4, S=4, dense=(1, 1, 4, 4))
+        """
         if not isinstance(other, MaskInfo):
             return NotImplemented
-        check_partners(self, other)
-        frame = (self if self.q_pos is not None else other).canonical()
-        either = self.element_mask() | other.element_mask()
-        cross = self.cross or other.cross
-        return MaskInfo(self.q_len, self.kv_len, q_pos=frame.q_pos, kv_pos=frame.kv_pos, dense=either, cross=cross)
+        return unite(self, other)
 
     def replace(self, **parts: Any) -> "MaskInfo":
         """A copy with other parts, named as the fields or as the reads (`q_segment_ids=...`, `q_positions=...`).
@@ -387,6 +406,11 @@ class MaskInfo:
         if m.dense is not None:
             mask &= m.dense if everything else m.dense[:, :, q_index[:, None], kv_index[None]]
         return mask
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the mask is a description alone and holds no T x S array. Static."""
+        return self.dense is None
 
     @property
     def attention_mask(self) -> jax.Array:
@@ -492,9 +516,10 @@ class MaskInfo:
         return draw(self, batch=batch, head=head, max_cells=static_int("max_cells", max_cells, 1))
 
     def __repr__(self) -> str:
-        arrays = {"segments": self.q_ids, "positions": self.q_pos, "dense": self.dense, "pattern": self.pattern}
+        arrays = {"segments": self.q_ids, "positions": self.q_pos, "pattern": self.pattern}
         words = [f"T={self.q_len}", f"S={self.kv_len}"]
         words += [name for name, part in arrays.items() if part is not None]
+        words += [f"dense={getattr(self.dense, 'shape', self.dense)}"] if self.dense is not None else []
         words += [f"band={self.band}"] if self.band != (None, None) else []
         words += [f"chunk={self.chunk}"] if self.chunk is not None else []
         return f"MaskInfo({', '.join(words)})"
@@ -502,14 +527,28 @@ class MaskInfo:
     # parts
 
     def canonical(self) -> "MaskInfo":
-        """The same with every array at its full rank (2 for ids and positions, 4 for dense and blocks).
+        """The same with every array at its full rank (2 for ids and positions, 4 for dense and blocks) and length.
 
-        Inside `vmap` and `scan` the fields lack their batch axis, after them they may have one more; kernels read
-        the fields through this.
+        Inside `vmap` and `scan` the fields lack their batch axis, after them they may have one more; a length of 1
+        stands for any. Kernels read the fields through this.
         """
-        arrays = {name: _with_rank(getattr(self, name), 2) for name in ARRAY_FIELDS[:4]}
+        T, S = self.q_len, self.kv_len
+        lengths = {"q_ids": (T,), "kv_ids": (S,), "q_pos": (T,), "kv_pos": (S,), "dense": (T, S)}
+        arrays = {name: _at_length(getattr(self, name), lengths) for name, lengths in lengths.items()}
         pattern = self.pattern and dataclasses.replace(self.pattern, blocks=_with_rank(self.pattern.blocks, 4))
-        return dataclasses.replace(self, **arrays, dense=_with_rank(self.dense, 4), pattern=pattern)
+        return dataclasses.replace(self, **arrays, pattern=pattern)
+
+    def with_lengths(self, q_len: int, kv_len: int) -> "MaskInfo":
+        """The same for other lengths, on each side where the arrays say nothing of single tokens; else as it is."""
+        q_sizes = [x.shape[axis] for x, axis in ((self.q_ids, -1), (self.q_pos, -1), (self.dense, -2)) if x is not None]
+        kv_sizes = [x.shape[-1] for x in (self.kv_ids, self.kv_pos, self.dense) if x is not None]
+        free = [
+            self.pattern is None and length > 1 and set(sizes) == {1}
+            for length, sizes in ((self.q_len, q_sizes), (self.kv_len, kv_sizes))
+        ]
+        return dataclasses.replace(
+            self, q_len=q_len if free[0] else self.q_len, kv_len=kv_len if free[1] else self.kv_len
+        )
 
     def _batch(self) -> int:
         parts = {name: getattr(self, name) for name in ARRAY_FIELDS}
@@ -578,6 +617,15 @@ class MaskInfo:
         if positions is None:
             positions = segments.positions_within(self._ids_or_zeros()[side])
         return jnp.broadcast_to(positions, (self.batch_size, length))
+
+
+def _at_length(x: Any, lengths: tuple[int, ...]) -> Any:
+    """`x` at its full rank, with a length of 1 broadcast."""
+    x = _with_rank(x, 2 if len(lengths) == 1 else 4)
+    if x is None or x.shape[-len(lengths) :] == lengths:
+        return x
+    leading, sizes = x.shape[: -len(lengths)], x.shape[-len(lengths) :]
+    return jnp.broadcast_to(x, (*leading, *(n if size == 1 else size for size, n in zip(sizes, lengths, strict=True))))
 
 
 def _with_rank(x: Any, rank: int) -> Any:

@@ -1,6 +1,7 @@
 """Block patterns: which blocks of keys each block of queries sees."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,8 +155,10 @@ class BlockPattern:
         blocks = self.blocks if self.blocks.ndim >= 4 else self.blocks[None]
         return BlockPattern(blocks[..., : -(-q_len // bq), : -(-kv_len // bk)], (bq, bk), self.num_heads)
 
-    def intersect(self, other: "BlockPattern", q_len: int, kv_len: int) -> "BlockPattern | None":
-        """Both patterns as one, in the finer blocks of the two; None where neither size divides the other."""
+    def combine(
+        self, other: "BlockPattern", q_len: int, kv_len: int, join: Callable[[Any, Any], Any]
+    ) -> "BlockPattern | None":
+        """Both patterns as one, `join` of their blocks, in the finer of the two; None where the sizes do not nest."""
         block_shape = []
         for a, b in zip(self.block_shape, other.block_shape, strict=True):
             if max(a, b) % min(a, b):
@@ -166,7 +169,7 @@ class BlockPattern:
         if len(heads) > 1:
             raise ValueError(f"patterns with different numbers of heads cannot be combined: {sorted(heads)}")
         a, b = (p._refined(bq, bk).fitted(q_len, kv_len).blocks for p in (self, other))
-        return BlockPattern(a & b, (bq, bk), self.num_heads or other.num_heads)
+        return BlockPattern(join(a, b), (bq, bk), self.num_heads or other.num_heads)
 
     def _refined(self, bq: int, bk: int) -> "BlockPattern":
         repeat_q, repeat_k = self.block_shape[0] // bq, self.block_shape[1] // bk

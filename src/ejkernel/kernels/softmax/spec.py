@@ -294,6 +294,7 @@ def _combined_mask(dims: Dimensions, mask_info: Any, cum_q: Any, cum_k: Any) -> 
     if cum_q is not None:
         mask = _varlen_mask(dims, cum_q, cum_k)
     if mask_info is not None:
+        mask_info = mask_info.with_lengths(dims.T, dims.S)
         _check_mask(mask_info, dims)
         mask = mask & mask_info if cum_q is not None else mask_info
     return mask
@@ -325,16 +326,18 @@ def cumulative_lengths(name: str, cum: Any, total: int) -> jax.Array:
 
 
 def _check_mask(mask: MaskInfo, dims: Dimensions) -> None:
+    B, H = mask.shape[:2]
+    matrix = mask.is_self_attention() and B == dims.T != dims.B
+    mend = "; a 2-D mask is padding (B, S); give a matrix of queries and keys as mask[None]" if matrix else ""
     if (mask.q_len, mask.kv_len) != (dims.T, dims.S):
         swapped = {mask.q_len, mask.kv_len} & {dims.H, dims.Hkv}
         hint = f"; {_LAYOUT}: are lengths and heads swapped?" if swapped else ""
         raise ValueError(
             f"mask_info is for lengths (q, kv) = {(mask.q_len, mask.kv_len)}, "
-            f"query and key have {(dims.T, dims.S)}{hint}"
+            f"query and key have {(dims.T, dims.S)}{mend or hint}"
         )
-    B, H = mask.shape[:2]
     if B not in (1, dims.B):
-        raise ValueError(f"mask_info has batch {B}, query has {dims.B}")
+        raise ValueError(f"mask_info has batch {B}, query has {dims.B}{mend}")
     if H not in (1, dims.H):
         raise ValueError(f"mask_info has {H} heads, query has {dims.H}")
 

@@ -1,0 +1,85 @@
+"""`a | b`: right in every case, symbolic where it can be, and where not it says so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.types import BlockPattern, MaskInfo
+
+
+def random_ids(seed, B, L):
+    return np.random.default_rng(seed).integers(-1, 3, (B, L)).astype(np.int32)
+
+
+def random_mask(seed, shape):
+    return np.random.default_rng(seed).random(shape) < 0.5
+
+
+def union(a, b):
+    """`a | b`, checked against the masks in full."""
+    found = a | b
+    np.testing.assert_array_equal(*np.broadcast_arrays(found.attention_mask, a.attention_mask | b.attention_mask))
+    return found
+
+
+def symbolic_pairs():
+    ids, other = np.array([[0, 0, 1, 1, -1]]), random_ids(1, 2, 5)
+    segments, plain = MaskInfo.from_segments(ids), MaskInfo(5, 5)
+    blocks = MaskInfo.from_block_pattern(BlockPattern.from_dense(random_mask(5, (2, 4, 4)), block_size=2), q_len=5)
+    finer = MaskInfo.from_block_pattern(BlockPattern.from_dense(random_mask(6, (8, 8)), block_size=1), q_len=5)
+    dense = MaskInfo.from_attention_mask(random_mask(4, (2, 5, 5)))
+    return {
+        "with-everything": (plain, segments.apply_causal().apply_chunked(2)),
+        "with-itself": (MaskInfo.from_segments(other).apply_causal(), MaskInfo.from_segments(other).apply_causal()),
+        "with-less": (segments.apply_causal(), plain.apply_causal()),
+        "with-less-of-dense": (plain.apply_causal(1), dense.apply_causal()),
+        "bands-that-overlap": (plain.apply_sliding_window((3, -0)), plain.apply_sliding_window((1, 2))),
+        "bands-that-touch": (plain.replace(band=(-3, -2)), plain.replace(band=(-1, 0))),
+        "an-empty-band": (plain.replace(band=(2, 0)), plain.replace(band=(-4, -3))),
+        "bands-in-segments": (segments.apply_causal(), segments.apply_sliding_window((0, 1))),
+        "bands-on-positions": (
+            MaskInfo.from_segments(ids, None, ids + 3).apply_causal(),
+            MaskInfo.from_segments(ids, None, ids + 3).apply_sliding_window((0, 1)),
+        ),
+        "chunks-that-nest": (plain.apply_chunked(2), plain.apply_chunked(4)),
+        "band-and-chunk-wider": (plain.apply_chunked(2).apply_causal(), plain.apply_chunked(4).apply_causal(2)),
+        "patterns": (blocks, finer),
+        "patterns-in-segments": (blocks & segments, finer & segments),
+    }
+
+
+@pytest.mark.parametrize("name", symbolic_pairs())
+def test_unions_that_have_a_symbolic_form_stay_symbolic(name):
+    a, b = symbolic_pairs()[name]
+    assert union(a, b).is_symbolic and union(b, a).is_symbolic
+
+
+def test_unions_without_one_are_dense_and_say_so():
+    plain, segments = MaskInfo(5, 5), MaskInfo.from_segments(random_ids(1, 2, 5))
+    bands = union(plain.replace(band=(-3, -2)), plain.replace(band=(0, 0)))
+    assert not bands.is_symbolic and repr(bands) == "MaskInfo(T=5, S=5, dense=(1, 1, 5, 5))"
+    assert not union(plain.apply_chunked(2), plain.apply_chunked(3)).is_symbolic
+    assert not union(segments, plain.apply_causal()).is_symbolic
+    assert not union(segments, MaskInfo.from_segments(random_ids(2, 1, 5))).is_symbolic
+
+
+def test_what_masks_agree_in_stays_out_of_their_union():
+    """Segments, and the batch with them: the array has one row."""
+    segments = MaskInfo.from_segments(random_ids(1, 2, 5))
+    chunked = union(segments.apply_causal(), segments.apply_chunked(2))
+    assert chunked.dense.shape == (1, 1, 5, 5) and chunked.q_ids is segments.q_ids
+    banded = union(segments.apply_causal(), MaskInfo.from_segments(random_ids(2, 2, 5)).apply_causal())
+    assert banded.band == (None, 0)
+
+
+def test_symbolic_unions_never_make_a_square_array():
+    L = 4096
+
+    @jax.jit
+    def build(ids):
+        info = MaskInfo.from_segments(ids)
+        return info.apply_causal() | info.apply_sliding_window((3, 64))
+
+    found = build(jnp.zeros((2, L), jnp.int32))
+    assert found.is_symbolic and found.band == (None, 64)
