@@ -1,12 +1,15 @@
 """`ejkernel bench`: what it measures, checks, keeps and shows, at toy sizes."""
 
 import dataclasses
+import errno
 import json
 import os
 import time
 from collections import deque
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -217,6 +220,90 @@ def test_a_foreign_file_is_not_shown(tmp_path, text):
     assert result.exit_code == 2 and "does not hold what --json keeps" in " ".join(
         result.output.replace("│", " ").split()
     )
+
+
+def said(result) -> str:
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_file_that_lacks_something_is_not_shown(tmp_path):
+    (tmp_path / "x.json").write_text('{"schema": 2, "results": []}')
+    result = run("show", str(tmp_path / "x.json"))
+    assert result.exit_code == 2 and "it has no benchmark, date" in said(result)
+
+
+KEPT = {
+    "schema": 2,
+    "benchmark": "softmax",
+    "date": "2026-11-15",
+    "machine": {"device": "AMD EPYC 9654, 2 cores"},
+    "contenders": {"ejkernel xla": "xla"},
+    "missing": {},
+    "cases": {name: {"group": "dense", "unit": "ms", "auto": {FORWARD: "xla"}} for name in ("dense one", "dense two")},
+    "complete": False,
+    "results": [
+        {"case": "dense one", "what": FORWARD, "contender": "ejkernel xla", "status": "ok", "milliseconds": 2.0}
+        | {"first_call_seconds": 1.0, "temporary_megabytes": None}
+        | {"tuning": {"operations": ["flash_attention"], "bucket": "b", "platform": "xla", "config": None}}
+    ],
+}
+
+
+@pytest.fixture
+def kept(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(KEPT))
+    return path
+
+
+def test_times_of_another_device_are_refused(kept, tmp_path):
+    """Those of a CPU do not belong in a GPU's file, the user's or the shipped one; in one of no device they may be."""
+    for place in ("tuned/nvidia_h200/tuned.json", "tuned/nvidia_h200.json"):
+        result = run("show", str(kept), "--tuned", str(tmp_path / place))
+        assert result.exit_code == 2 and "is for nvidia_h200, and these times are of cpu" in said(result)
+        result = run("softmax", "--quick", "--tuned", str(tmp_path / place))  # before anything is measured
+        assert result.exit_code == 2 and "these times are of cpu" in said(result)
+    assert not list(tmp_path.rglob("*tuned.json"))
+    for place in ("tuned/cpu.json", "mine.json"):
+        assert run("show", str(kept), "--tuned", str(tmp_path / place)).exit_code == 0
+        assert TunedConfigs.load(tmp_path / place).times("flash_attention", "b") == {"xla": 2000.0}
+
+
+def test_a_run_that_was_cut_short_is_marked(kept, tmp_path):
+    result = run("show", str(kept), "--tuned", str(tmp_path / "mine.json"))
+    assert "dense two: not measured, the run was cut short" in result.output
+    assert "our times, those there are, are in" in result.output
+    assert "- dense two: not measured" in run("show", str(kept), "--markdown").output
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_work(kept, tmp_path):
+    (tmp_path / "file").write_text("")
+    for option, path, message in (
+        ("--plot", "x.nosuch", "the suffix '.nosuch' is none of"),
+        ("--plot", "x", "the suffix '' is none of"),
+        ("--plot", "file/x.png", "cannot be written: "),
+        ("--tuned", "file/x.json", "cannot be written: "),
+        ("--tuned", ".", "is a folder"),
+        ("--tuned", "x" * 300, "cannot be written: File name too long"),
+    ):
+        result = run("show", str(kept), option, str(tmp_path / path))
+        assert result.exit_code == 2 and message in said(result), result.output
+    result = run("softmax", "--json", str(tmp_path / "file" / "x.json"))
+    assert result.exit_code == 2 and "cannot be written: " in said(result)
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "run.json"}
+
+
+def test_a_full_disk_ends_no_run(toy, tmp_path, monkeypatch):
+    toy(CAUSAL)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
+    files = {name: str(tmp_path / f"x{suffix}") for name, suffix in (("--json", ".json"), ("--plot", ".svg"))}
+    options = [word for option in (*files.items(), ("--tuned", str(tmp_path / "t.json"))) for word in option]
+    result = run("softmax", "--peer", "none", "--repeats", "1", *options)
+    assert result.exit_code == 1 and "every answer right" in result.output
+    for name in ("x.json", "x.svg", "t.json"):
+        assert f"{name} could not be written: [Errno 28] No space left on device" in result.output
+    assert {p.name for p in tmp_path.iterdir()} <= {"t.json.lock"}
 
 
 # Cases ------------------------------------------------------------------------------------------------------

@@ -1,17 +1,20 @@
 """The command line: what it prints and how it exits."""
 
+import io
 import re
 from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ejkernel import modules
+from ejkernel.bench.answers import Error
 from ejkernel.cli import cases
-from ejkernel.cli.main import app
-from ejkernel.cli.verify import platforms_for
+from ejkernel.cli.main import _outcome_table, app
+from ejkernel.cli.verify import Outcome, platforms_for
 from ejkernel.ops import get_operation, list_operations
 from ejkernel.ops.operation import PLATFORMS
 
@@ -127,6 +130,18 @@ def test_verify_of_a_platform_that_is_not_here_says_why(monkeypatch):
     assert result.exit_code == 1
     assert "needs an NVIDIA GPU" in result.output
     assert "nothing could be checked" in result.output
+
+
+def test_names_in_the_table_are_whole():
+    """At 110 columns, every case with the widest numbers there may be."""
+    error = Error(1.234e-3, 1.2e-5, 2e-3)
+    outcomes = [Outcome(case, "pallas", error, error, 1.2345, 12.345) for case in cases.all_cases()]
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(_outcome_table(outcomes))
+    shown = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    for case in cases.all_cases():
+        assert case.operation in shown
+        assert f"{case.name} pallas {case.dtype} 1.2e-03 102.8x 1.2e-03 102.8x 1234.5 ms 10.0x ok" in shown
 
 
 def test_verify_refuses_unknown_names():

@@ -73,7 +73,7 @@ def test_a_save_that_fails_keeps_the_winner_in_memory(obstacle, measured, monkey
         folder.write_text("")
     else:
         code = errno.ENOSPC if obstacle == "a full disk" else errno.EROFS
-        monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(code, os.strerror(code))))
+        monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(code, os.strerror(code))))
     with autotune(progress=False):
         with pytest.warns(UserWarning, match="could not be saved"):
             flash_attention(Q, Q, Q)

@@ -156,11 +156,12 @@ def test_a_file_of_a_later_version_is_left_alone(path):
 def full_disk(monkeypatch):
     """Half a file is written, then there is no room."""
 
-    def write_text(self, text, *args, **kwargs):
-        self.write_bytes(text.encode()[: len(text) // 2])
+    def write_bytes(self, data):
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(path, monkeypatch):

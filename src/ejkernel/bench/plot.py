@@ -1,10 +1,12 @@
 """A picture of a run: grouped bars, one panel per pass, as the FlashAttention papers draw them."""
 
 import textwrap
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ejkernel.bench.report import RATES, Document, where
+from ejkernel.ops.files import write_whole
 
 # Okabe and Ito's colours, which everybody can tell apart; ours strong, peers after them
 OURS = ("#0072B2", "#D55E00", "#009E73", "#000000")
@@ -92,6 +94,8 @@ def draw(found: Document, path: Path) -> None:
     ordered = {name: handles[name] for name in found["contenders"] if name in handles}
     figure.legend(ordered.values(), ordered.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     figure.supxlabel(textwrap.fill(where(found), 80 * len(passes)), fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    picture, suffix = BytesIO(), path.suffix.removeprefix(".").lower()
+    figure.savefig(picture, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
     pyplot.close(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, picture.getvalue())

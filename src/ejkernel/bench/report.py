@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import json
-import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ejkernel.bench.benchmark import BOTH, FORWARD, Benchmark, Contender
 from ejkernel.bench.measure import Result
 from ejkernel.ops import TunedConfigs
+from ejkernel.ops.files import write_whole
 
 SCHEMA = 2
 AUTO = "†"  # beside the time of the platform that auto takes, or of both where it takes two
@@ -21,6 +22,7 @@ RATES = {"TFLOP/s": ".0f", "TB/s": ".2f"}
 # `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
 # `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
 Document = dict[str, Any]
+FIELDS = ("benchmark", "date", "machine", "contenders", "missing", "cases", "complete", "results")
 
 
 def document(
@@ -66,16 +68,16 @@ def save(found: Document, path: Path) -> None:
             text = json.dumps(value)
         lines.append(f" {json.dumps(name)}: {text}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    scratch.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    os.replace(scratch, path)
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def load(path: Path) -> Document:
     """Read a run; `ValueError` where the file is none."""
     found = json.loads(path.read_text())
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA or "results" not in found:
-        raise ValueError(f"{path} is not a benchmark of schema {SCHEMA}")
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"it is not a benchmark of schema {SCHEMA}")
+    if absent := [name for name in FIELDS if name not in found]:
+        raise ValueError(f"it has no {', '.join(absent)}")
     return found
 
 
@@ -131,7 +133,13 @@ def notes(found: Document) -> list[str]:
         distinct = list(dict.fromkeys(cases))
         where = distinct[0] if len(distinct) == 1 else f"{len(distinct)} cases"
         told.append(f"{contender}, {where}: {reason}")
-    return told
+    return told + [f"{case}: not measured, the run was cut short" for case in unmeasured(found)]
+
+
+def unmeasured(found: Document) -> list[str]:
+    """Cases that a run never came to."""
+    reached = {result["case"] for result in found["results"]}
+    return [case for case in found["cases"] if case not in reached]
 
 
 # Tables -----------------------------------------------------------------------------------------------------
@@ -241,6 +249,18 @@ def markdown(found: Document) -> str:
 
 
 # For auto ---------------------------------------------------------------------------------------------------
+
+
+def kinds(found: Document) -> set[str]:
+    """The kind and the architecture of the device a run was on, as they name tuned files.
+
+    >>> kinds({"machine": {"device": "1 x nvidia_h200 (sm_90)"}}) == {"nvidia_h200", "sm_90"}
+    True
+    >>> kinds({"machine": {"device": "AMD EPYC 9654, 2 cores"}})
+    {'cpu'}
+    """
+    named = re.fullmatch(r"\d+ x (\w+)(?: \((\w+)\))?", found["machine"]["device"])
+    return {"cpu"} if named is None else {name for name in named.groups() if name is not None}
 
 
 def tuned(found: Document) -> TunedConfigs:

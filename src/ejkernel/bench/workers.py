@@ -1,9 +1,12 @@
 """Work spread over fresh processes: one that dies takes nothing with it, and none outlives the deadline."""
 
 import multiprocessing
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -22,6 +25,20 @@ def _work(task: Callable[[Any], Any], item: Any, answer: Connection) -> None:
     answer.close()
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C is for this process alone, which ends those that start here; it is not lost."""
+    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # the first start would run it, and let interrupts through again after that
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def spread(task: Callable[[Any], Any], items: deque[Any], processes: int, deadline: float) -> Iterator[tuple[Any, Any]]:
     """(item, task(item)) as they come, each from a process of its own; `Lost` where it died or was too late.
 
@@ -35,7 +52,8 @@ def spread(task: Callable[[Any], Any], items: deque[Any], processes: int, deadli
                 item = items.popleft()
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(task, item, sender))
-                process.start()
+                with _uninterrupted():
+                    process.start()
                 sender.close()  # the child's copy is then the only one, and its death an end of file
                 running[receiver] = item, process
             # at most a minute at a time: the deadline may be infinite

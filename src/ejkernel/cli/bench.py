@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ejkernel.cli import screen
+from ejkernel.cli.outputs import drawable, writable
 
 if TYPE_CHECKING:
     from ejkernel.bench.benchmark import Benchmark, Contender
@@ -29,10 +30,14 @@ Platforms = Annotated[
     list[str] | None, typer.Option(help="Of ours: auto, xla, triton, pallas or cudnn; again for more.")
 ]
 Peers = Annotated[list[str] | None, typer.Option(help="Only this peer (see --list), or none; again for more.")]
-Json = Annotated[Path | None, typer.Option(help="Keep the numbers there, written after every case.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw it there (.png, .svg); needs matplotlib.")]
+Json = Annotated[Path | None, typer.Option(callback=writable, help="Keep the numbers there, written after every case.")]
+Plot = Annotated[Path | None, typer.Option(callback=drawable, help="Draw it there (.png, .svg); needs matplotlib.")]
 Tuned = Annotated[
-    Path | None, typer.Option(help="Merge our times into this tuned file: they order the platforms of auto.")
+    Path | None,
+    typer.Option(
+        callback=writable,
+        help="Merge our times into this tuned file, of the same device: they order the platforms of auto.",
+    ),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, taken in turns.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
@@ -106,17 +111,47 @@ def _run(name: str, options: Options) -> None:
         _print_lines(console, [f"{name}: {reason}" for name, reason in missing.items()])
         return
     found = report.document(benchmark, machine(), cases, contenders, missing)
+    _check_device(found, options.tuned)
+    kept = True
     for results in _measured(benchmark, backend, cases, contenders, options, deadline):
         report.add(found, results)
         for result in results:
             print(report.line(result), flush=True)
-        if options.json is not None:
-            report.save(found, options.json)
+        kept = _keep(console, found, options.json)
     found["complete"] = all(result["status"] != "skipped" for result in found["results"])
-    if options.json is not None:
-        report.save(found, options.json)
-    _show(console, found, options.plot, options.tuned)
+    kept = _keep(console, found, options.json) and kept
+    kept = _show(console, found, options.plot, options.tuned) and kept
     _judge(console, found)
+    if not kept:
+        raise typer.Exit(1)
+
+
+def _keep(console: Console, found: "Document", path: Path | None) -> bool:
+    """Whether all that was found so far is in the file, where one was asked for; if not, the run goes on without."""
+    from ejkernel.bench import report
+
+    return path is None or _written(console, path, lambda: report.save(found, path))
+
+
+def _written(console: Console, path: Path, write: Callable[[], None]) -> bool:
+    """Whether a file could be written; if not, why not is printed."""
+    try:
+        write()
+    except (OSError, RuntimeError) as error:
+        console.print(f"[red]{escape(f'{path} could not be written: {error}')}[/]")
+        return False
+    return True
+
+
+def _check_device(found: "Document", tuned: Path | None) -> None:
+    """Refuse to mix the times of a device into the tuned file of another."""
+    from ejkernel.bench import report
+    from ejkernel.ops.cache import device_of
+
+    device = None if tuned is None else device_of(tuned)
+    if device is not None and device not in report.kinds(found):
+        measured = " or ".join(sorted(report.kinds(found)))
+        raise typer.BadParameter(f"{tuned} is for {device}, and these times are of {measured}")
 
 
 def _matching(pattern: str | None) -> Callable[[str], bool]:
@@ -184,12 +219,15 @@ def show(
     found = report.only(loaded, _matching(case))
     if not found["cases"]:
         raise typer.BadParameter(f"no case matches {case!r}; there are {', '.join(loaded['cases'])}")
+    _check_device(found, tuned)
     if markdown:
         print(report.markdown(found))
-    _show(screen.console(), found, plot, tuned, tables=not markdown)
+    if not _show(screen.console(), found, plot, tuned, tables=not markdown):
+        raise typer.Exit(1)
 
 
-def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> None:
+def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> bool:
+    """Print tables, merge times and draw; whether the files asked for were written."""
     from ejkernel.bench import report
 
     if tables:
@@ -198,11 +236,16 @@ def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | 
         legend = f"Medians; {report.AUTO} is what auto took (two: forward, backward)."
         console.print(f"{report.where(found)}. {legend}", markup=False)
         _print_lines(console, report.notes(found))
+    if not found["complete"]:
+        console.print("[yellow]the run was cut short[/]")
+    written = True
     if tuned is not None:
-        report.tuned(found).save(tuned)
-        console.print(f"our times are in {tuned}", markup=False)
+        written = _written(console, tuned, lambda: report.tuned(found).save(tuned))
+        if written:
+            console.print(f"our times{'' if found['complete'] else ', those there are,'} are in {tuned}", markup=False)
     if plot is not None:
-        _draw(console, found, plot)
+        written = _written(console, plot, lambda: _draw(console, found, plot)) and written
+    return written
 
 
 def _draw(console: Console, found: "Document", path: Path) -> None:

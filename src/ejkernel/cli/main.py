@@ -3,10 +3,12 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ejkernel.cli import bench, screen
+from ejkernel.cli.interrupt import end_on_interrupt
 
 if TYPE_CHECKING:
     from ejkernel.bench.answers import Error
@@ -88,19 +90,23 @@ def verify(
 
 
 def _outcome_table(outcomes: "list[Outcome]") -> Table:
-    right = ("output error", "gradient error", "time", "jax.nn", "speed")
-    table = screen.table(
-        "operation", "case", "platform", "dtype", *right, "", right=right, title="Against the definition"
-    )
+    right, names = ("output error", "gradient error", "time", "speed"), ("case", "platform", "dtype")
+    compact = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    table = screen.table(*names, *right, "", right=right, whole=names, title="Against the definition", **compact)
+    operation = None
     for o in outcomes:
-        named = (o.case.operation, o.case.name, o.platform, o.case.dtype)
-        times = [_milliseconds(o.seconds), _milliseconds(o.peer_seconds)]
+        if o.case.operation != operation:  # a row of its own: beside the case it would need the width of the numbers
+            operation = o.case.operation
+            table.add_section()
+            table.add_row(f"[bold]{operation}[/]")
+        named = (o.case.name, o.platform, o.case.dtype)
+        time = "" if o.seconds is None else f"{o.seconds * 1e3:.1f} ms"
         ratio = f"{o.peer_seconds / o.seconds:.1f}x" if o.seconds and o.peer_seconds else ""
         verdict = "[green]ok[/]" if o.ok else "[red]FAILED[/]"
-        table.add_row(*named, _error(o.output), _error(o.gradient), *times, ratio, verdict)
+        table.add_row(*named, _error(o.output), _error(o.gradient), time, ratio, verdict)
     table.caption = (
         "Errors are the largest against float32; beside them, as a multiple of those of the naive computation in the "
-        "same dtype. Times are of a forward and, where there is one, a backward."
+        "same dtype. Times are of a forward and, where there is one, a backward; speed is against jax.nn's."
     )
     return table
 
@@ -109,12 +115,8 @@ def _error(error: "Error | None") -> str:
     if error is None:
         return ""
     shown = f"{error.error:.1e}"
-    shown += f" ({error.error / error.naive:.1f}x)" if error.naive > 0 else ""
+    shown += f" {error.error / error.naive:.1f}x" if error.naive > 0 else ""
     return shown if error.ok else f"[red]{shown}[/]"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def _summarise(console: Console, outcomes: "list[Outcome]", refused: dict[str, list[str]]) -> None:
@@ -225,5 +227,10 @@ def roofline(
     print(f"\nA decode step over pages, 32 sequences of 4096 keys:\n{paged_table()}")
 
 
+def main() -> None:
+    """What the script `ejkernel` runs."""
+    end_on_interrupt(app)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops.files import write_whole
+
 SCHEMA = 1
 
 # operation -> bucket -> platform -> {"config": {...}, "microseconds": float, "training": float}
@@ -189,16 +191,6 @@ def _malformed() -> Any:
     raise ValueError("entries are not operation -> bucket -> platform -> {config, microseconds}")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once; where that fails it is as it was, and nothing lies beside it."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(text)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 # what could not be saved, by the file it belongs in: it serves this process
 _UNSAVED: dict[Path, TunedConfigs] = {}
 
@@ -232,3 +224,15 @@ def user_file(kind: str) -> Path:
 def shipped_file(kind: str) -> Path:
     """The file that comes with the package for a device kind or architecture."""
     return Path(__file__).parent.parent / "data" / "tuned" / kind / "tuned.json"
+
+
+def device_of(path: Path) -> str | None:
+    """The device kind or architecture that a tuned file is for, where its place says so.
+
+    >>> device_of(user_file("cpu")), device_of(shipped_file("nvidia_h200")), device_of(Path("run.json"))
+    ('cpu', 'nvidia_h200', None)
+    """
+    path = path.absolute()
+    if path.parent.name == "tuned":
+        return path.stem
+    return path.parent.name if path.name == "tuned.json" and path.parent.parent.name == "tuned" else None

@@ -1,0 +1,56 @@
+"""Ctrl-C: commands end at once, and with 130."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+INTERRUPTED = 130
+# until an interrupt that was swallowed is raised again
+AGAIN_SECONDS = 0.01
+
+
+def end_on_interrupt(command: Callable[[], Any]) -> None:
+    """Run a command that exits by `SystemExit`; after Ctrl-C the process ends with 130 as soon as it has cleaned up.
+
+    Python is not taken down then: the computations under way still use what that would free, and crash.
+    """
+    with _none_swallowed():
+        try:
+            command()
+        except KeyboardInterrupt:
+            pass
+        except SystemExit as done:
+            if done.code != INTERRUPTED:
+                raise
+        else:
+            return
+    print("interrupted", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
+def _none_swallowed() -> Iterator[None]:
+    """Raise an interrupt again that came where Python ignores exceptions: JAX has code there, which runs often."""
+    if not hasattr(signal, "setitimer"):  # not on Windows
+        yield
+        return
+    report, alarm = sys.unraisablehook, signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    def raise_again(ignored: Any) -> None:
+        if ignored.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        else:
+            report(ignored)
+
+    sys.unraisablehook = raise_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)

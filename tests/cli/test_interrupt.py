@@ -1,0 +1,65 @@
+"""Ctrl-C ends a command with 130, wherever it strikes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel.bench.workers import _uninterrupted
+from ejkernel.cli import interrupt
+from ejkernel.cli.interrupt import end_on_interrupt
+
+# in the middle of a computation, where taking Python down crashes, and where Python ignores exceptions
+SWALLOWED = """
+import gc, os, signal, time
+import jax, jax.numpy as jnp
+from ejkernel.cli.interrupt import end_on_interrupt
+
+def command():
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, lambda i, y: jnp.cos(y @ x), x))(jnp.ones((256, 256)))
+    gc.callbacks.append(lambda phase, info: gc.callbacks.pop() and os.kill(os.getpid(), signal.SIGINT))
+    gc.collect()
+    try:
+        time.sleep(60)
+    finally:
+        print("cleaned up")
+
+end_on_interrupt(command)
+"""
+
+
+def test_an_interrupt_that_python_would_swallow():
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == "cleaned up\n" and done.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(130)], ids=repr)
+def test_python_is_not_taken_down(error, monkeypatch):
+    ended = []
+    monkeypatch.setattr(interrupt.os, "_exit", ended.append)
+
+    def command():
+        raise error
+
+    end_on_interrupt(command)
+    assert ended == [130]
+
+
+def test_other_exits_pass():
+    for code in (0, 1, 2):
+        with pytest.raises(SystemExit) as exit:
+            end_on_interrupt(lambda code=code: sys.exit(code))
+        assert exit.value.code == code
+
+
+def test_processes_that_measure_leave_it_to_the_one_that_started_them():
+    with _uninterrupted():
+        child = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+        done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+        assert done.stdout == "True\n"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
