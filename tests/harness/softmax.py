@@ -102,7 +102,7 @@ def definition(case: Case, arrays: Arrays, dtype: Any) -> Arrays:
     outputs = reference(call, dtype)
     if not keywords.get("normalize_output", True):
         outputs["out"] = undivided(call, arrays, outputs, dtype)
-    if call.spec.packed:
+    if arrays["query"].ndim == 3:
         outputs = {name: x[0] for name, x in outputs.items()}
     return outputs if case.lse else {"out": outputs["out"]}
 

@@ -22,7 +22,7 @@ def ones(*shape, dtype="float32"):
 WRONG = {
     # shapes and head counts
     "query-rank": ({"query": ones(6, 8)}, ValueError, r"query must have 4 dimensions, got shape \(6, 8\).*layout is"),
-    "key-rank": ({"key": ones(2, 10, 8)}, ValueError, r"key must have 4 dimensions, got shape \(2, 10, 8\)"),
+    "key-rank": ({"key": ones(10, 2, 8)}, ValueError, r"key \(10, 2, 8\) must have as many dimensions as query"),
     "empty": ({"key": ones(2, 0, 2, 8)}, ValueError, r"key has an empty dimension: shape \(2, 0, 2, 8\)"),
     "batch": ({"key": ones(3, 10, 2, 8)}, ValueError, r"batch sizes differ: query \(2, 6, 4, 8\), key \(3, 10, 2, 8\)"),
     "value-batch": ({"value": ones(1, 10, 2, 8)}, ValueError, "batch sizes differ"),
@@ -30,11 +30,15 @@ WRONG = {
     "value-length": ({"value": ones(2, 9, 2, 8)}, ValueError, r"value \(2, 9, 2, 8\) must have .* \(10, 2\)"),
     "value-heads": ({"value": ones(2, 10, 4, 8)}, ValueError, "value .* must have the length and heads of key"),
     "heads": ({"key": ones(2, 10, 3, 8), "value": ones(2, 10, 3, 8)}, ValueError, r"H=4 must be a multiple .* Hkv=3"),
-    "packed-without-cum": (PACKED, ValueError, "3 dimensions: packed tokens need cum_seqlens_q"),
     "packed-keys-not": (
         {"query": ones(6, 4, 8), "cum_seqlens_q": jnp.array([0, 6])},
         ValueError,
-        r"query \(6, 4, 8\) is packed, so key must be \(tokens, heads, dim\), got \(2, 10, 2, 8\)",
+        r"key \(2, 10, 2, 8\) must have as many dimensions as query \(6, 4, 8\)",
+    ),
+    "batches-of-batches": (
+        {"query": ones(2, 3, 6, 4, 8), "key": ones(3, 2, 6, 4, 8), "value": ones(3, 2, 6, 4, 8)},
+        ValueError,
+        r"batch sizes differ: query \(2, 3, 6, 4, 8\)",
     ),
     # dtypes
     "not-an-array": ({"query": [[1.0]]}, TypeError, "query must be an array, got list"),

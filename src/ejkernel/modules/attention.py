@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ejkernel.kernels.common.batch import unfolded
 from ejkernel.kernels.softmax.spec import canonicalise, initial_bias
 from ejkernel.kernels.softmax.weights import with_weights
 from ejkernel.types import MaskInfo
 
 
 def attention(
-    query: Float[Array, "B T H D"],
-    key: Float[Array, "B S Hkv D"],
-    value: Float[Array, "B S Hkv Dv"],
+    query: Float[Array, "*B T H D"],
+    key: Float[Array, "*B S Hkv D"],
+    value: Float[Array, "*B S Hkv Dv"],
     bias: Float[Array, "..."] | None = None,
     dropout_rng: int | jax.Array | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
@@ -34,7 +35,7 @@ def attention(
     """Softmax attention by its definition, with the matrix of weights: for looking, not for speed.
 
     Args:
-        query: `(B, T, H, D)`.
+        query: `(B, T, H, D)`; leading dimensions as in `flash_attention`.
         key: `(B, S, Hkv, D)`.
         value: `(B, S, Hkv, Dv)`.
         bias: broadcasts to `(B, H, T, S)`.
@@ -76,4 +77,5 @@ def attention(
         logits_soft_cap=logits_soft_cap,
         logits_dtype=softmax_dtype,
     )
-    return with_weights(call, dtype)
+    out, weights = with_weights(call, dtype)
+    return unfolded(out, query.shape[:-3]), unfolded(weights, query.shape[:-3])

@@ -13,9 +13,9 @@ from ejkernel.types import MaskInfo
 
 
 def blocksparse_attention(
-    query: Float[Array, "B T H D"],
-    key: Float[Array, "B S Hkv D"],
-    value: Float[Array, "B S Hkv Dv"],
+    query: Float[Array, "*B T H D"],
+    key: Float[Array, "*B S Hkv D"],
+    value: Float[Array, "*B S Hkv Dv"],
     softmax_aux: Float[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     *,
@@ -36,7 +36,7 @@ def blocksparse_attention(
     """Exact softmax attention over selected blocks: what is not selected is neither read nor computed.
 
     Args:
-        query: `(B, T, H, D)`.
+        query: `(B, T, H, D)`; leading dimensions as in `flash_attention`.
         key: `(B, S, Hkv, D)`.
         value: `(B, S, Hkv, Dv)`.
         softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`.
@@ -75,6 +75,6 @@ def blocksparse_attention(
         logits_soft_cap=logits_soft_cap,
         return_lse=return_lse,
     )
-    split = shards(call, mesh, in_specs, out_specs)
+    split = shards(query.shape, mesh, in_specs, out_specs)
     outputs = run(BLOCKSPARSE_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, outputs, softmax_aux)
+    return finish(call, outputs, query.shape, softmax_aux)

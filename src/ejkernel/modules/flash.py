@@ -45,6 +45,8 @@ def flash_attention(
 
     Args:
         query: `(B, T, H, D)`, or packed tokens `(N_tokens, H, D)` with `cum_seqlens_q`. float32, bfloat16, float16.
+            `(T, H, D)` is one sequence; more leading dimensions are batch too, and come back. An empty batch gives
+            empty arrays.
         key: `(B, S, Hkv, D)`; `Hkv` divides `H`.
         value: `(B, S, Hkv, Dv)`.
         bias: added to the scaled logits; broadcasts to `(B, H, T, S)`; has a gradient.
@@ -61,7 +63,7 @@ def flash_attention(
         normalize_output: False leaves the output undivided by the softmax sum of logits minus their row maximum.
         precision: of the matmuls on float32 inputs, as in `jax.lax.dot_general`.
         logits_dtype: the logits are rounded to it before the softmax, which is float32 always.
-        return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32 (`(H, N_tokens)` when packed).
+        return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32; `(H, T)` for a query `(T, H, D)`.
         platform: None or "auto", "xla", "triton", "pallas", "cudnn".
         cfg: the platform's `Config`, or a dict of its fields.
         mesh: devices to split the call over, with `in_specs`; alone, the device it is compiled for.
@@ -98,6 +100,6 @@ def flash_attention(
         logits_dtype=logits_dtype,
         return_lse=return_lse,
     )
-    split = shards(call, mesh, in_specs, out_specs)
+    split = shards(query.shape, mesh, in_specs, out_specs)
     outputs = run(FLASH_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, outputs, softmax_aux)
+    return finish(call, outputs, query.shape, softmax_aux)

@@ -3,7 +3,9 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ejkernel.kernels.common.batch import unfolded
 from ejkernel.kernels.pooling.spec import MEAN_POOLING, canonicalise
 from ejkernel.ops import run
 
@@ -21,7 +23,8 @@ def mean_pooling(
     The last chunk of a sequence averages the tokens it has. Sums are float32. Differentiable in `x`.
 
     Args:
-        x: `(B, T, H, D)`, float32, bfloat16 or float16; with `cu_seqlens`, `(1, tokens, H, D)`.
+        x: `(B, T, H, D)`, float32, bfloat16 or float16; with `cu_seqlens`, `(1, tokens, H, D)`. `(T, H, D)` is one
+            sequence (or packed ones); more leading dimensions are batch too, and an empty batch gives an empty result.
         cu_seqlens: `(num_sequences + 1,)` integers rising from 0: where each packed sequence starts, and where the last
             one ends. Chunks never cross a sequence; tokens past the last entry are neither read nor given a gradient.
         chunk_size: tokens per chunk.
@@ -29,9 +32,10 @@ def mean_pooling(
         cfg: the platform's `Config`, or a dict of its fields.
 
     Returns:
-        `(B, ceil(T / chunk_size), H, D)` in the dtype of `x`; with `cu_seqlens`, the sequences' chunks in order,
-        `(1, rows, H, D)`. Inside jit, where the values of `cu_seqlens` are unknown, `rows` is the most there can be,
-        `(tokens + num_sequences * (chunk_size - 1)) // chunk_size`, and rows past the last chunk are zero.
+        `(B, ceil(T / chunk_size), H, D)` in the dtype of `x`, with its leading dimensions; with `cu_seqlens`, the
+        sequences' chunks in order, `(1, rows, H, D)`. Inside jit, where the values of `cu_seqlens` are unknown, `rows`
+        is the most there can be, `(tokens + num_sequences * (chunk_size - 1)) // chunk_size`, and rows past the last
+        chunk are zero.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import mean_pooling
@@ -42,4 +46,4 @@ def mean_pooling(
     [0.5, 2.0, 3.5]
     """
     call = canonicalise(x, cu_seqlens, chunk_size=chunk_size)
-    return run(MEAN_POOLING, call, platform=platform, cfg=cfg)["out"]
+    return unfolded(run(MEAN_POOLING, call, platform=platform, cfg=cfg)["out"], jnp.shape(x)[:-3])

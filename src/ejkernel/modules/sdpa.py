@@ -34,7 +34,8 @@ def scaled_dot_product_attention(
     """Scaled dot-product attention: cuDNN through `jax.nn` on NVIDIA GPUs where it applies, our kernels elsewhere.
 
     Args:
-        query: `(B, T, H, D)`, or packed tokens `(N_tokens, H, D)` with `cum_seqlens_q`.
+        query: `(B, T, H, D)`, or packed tokens `(N_tokens, H, D)` with `cum_seqlens_q`; leading dimensions as in
+            `flash_attention`.
         key: `(B, S, Hkv, D)`.
         value: `(B, S, Hkv, Dv)`.
         bias: broadcasts to `(B, H, T, S)`; has a gradient.
@@ -65,5 +66,6 @@ def scaled_dot_product_attention(
         causal=causal,
         sliding_window=sliding_window,
     )
-    split = shards(call, mesh, in_specs, out_specs)
-    return finish(call, run(SCALED_DOT_PRODUCT_ATTENTION, call, platform=platform, cfg=cfg, shards=split))
+    split = shards(query.shape, mesh, in_specs, out_specs)
+    outputs = run(SCALED_DOT_PRODUCT_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
+    return finish(call, outputs, query.shape)

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 
 from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
+from ejkernel.ops.empty import allow_empty, allow_empty_gradient
 from ejkernel.ops.operation import Arrays, Call, Plan
 from ejkernel.ops.sharding import among
 
@@ -29,7 +30,7 @@ def _forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
             return plan.implementation.forward(_call(plan, arrays), plan.config)
 
     whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
-    return fold_forward(forward, whole)(arrays)
+    return fold_forward(allow_empty(forward), whole)(arrays)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -38,7 +39,8 @@ def _backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays)
         with among((arrays, residuals, cotangents)):
             return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 
-    return fold_backward(backward)(arrays, residuals, cotangents)
+    trained = [name for name, dims in plan.operation.arrays.items() if dims.grad]
+    return fold_backward(allow_empty_gradient(backward, trained))(arrays, residuals, cotangents)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

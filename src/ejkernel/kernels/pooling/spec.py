@@ -8,6 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.common.batch import folded
 from ejkernel.ops import Call, Dims, Operation
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,8 +30,9 @@ class Spec:
 def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Call:
     """Check a call and name its arrays: `x` (B, T, H, D) and, for packed sequences, `cu_seqlens` (1, N + 1)."""
     x = jnp.asarray(x)
-    if x.ndim != 4:
+    if x.ndim < 3:
         raise ValueError(f"x must be (batch, length, heads, head_dim), its shape is {x.shape}")
+    x = folded(x)
     if x.dtype.name not in DTYPES:
         raise TypeError(f"x must be one of {', '.join(DTYPES)}, it is {x.dtype}")
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):

@@ -21,10 +21,10 @@ _MOST_CALLS = 2**17
 def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_info: MaskInfo | None) -> MaskInfo:
     """The mask of a block pattern, with whatever else `mask_info` says."""
     for name, x in (("query", query), ("key", key)):
-        if getattr(x, "ndim", None) != 4:
+        if getattr(x, "ndim", 0) < 3:
             raise ValueError(f"{name} must have 4 dimensions (batch, length, heads, head_dim), got {jnp.shape(x)}")
-    B, T, H, _ = query.shape
-    S = key.shape[1]
+    *batch, T, H, _ = query.shape
+    B, S = math.prod(batch), key.shape[-3]
     pattern = _pattern(block_mask, block_size, (B, H, T, S))
     mask = MaskInfo.from_block_pattern(pattern, q_len=T, kv_len=S)
     for what, found, wanted in (("batch", mask.shape[0], B), ("heads", mask.shape[1], H)):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, folded_specs, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
 from ejkernel.kernels.common.options import flag, number, soft_cap
 from ejkernel.kernels.common.tiles import rounded
@@ -60,7 +61,6 @@ class Spec:
     pattern_block: tuple[int, int] | None = None
     with_argmax: bool = False
     with_lse: bool = False
-    packed: bool = False
 
 
 class Dimensions(NamedTuple):
@@ -108,13 +108,12 @@ def canonicalise(
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
     query, key, value = _floats("query", query), _floats("key", key), _floats("value", value)
-    packed = query.ndim == 3
-    if packed:
-        query, key, value = _packed(query, key, value, cum_seqlens_q)
+    batch = _check_batch(query, key, value)
+    query, key, value = folded(query), folded(key), folded(value)
     dims = _check_shapes(query, key, value)
     mask = _combined_mask(dims, mask_info, cum_seqlens_q, cum_seqlens_k)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
-    arrays["bias"] = _bias(bias, dims)
+    arrays["bias"] = _bias(bias, dims, batch)
     arrays["sinks"] = _sinks(softmax_aux, dims)
     arrays |= _mask_arrays(mask)
     dropout = number("dropout_prob", dropout_prob)
@@ -133,7 +132,6 @@ def canonicalise(
         pattern_block=None if mask.pattern is None else mask.pattern.block_shape,
         with_argmax=not flag("normalize_output", normalize_output),
         with_lse=flag("return_lse", return_lse),
-        packed=packed,
     )
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
 
@@ -153,27 +151,27 @@ def _floats(name: str, x: Any) -> jax.Array:
 _LAYOUT = "the layout is (batch, length, heads, head_dim)"
 
 
-def _packed(query: jax.Array, key: jax.Array, value: jax.Array, cum_seqlens_q: Any):
-    if cum_seqlens_q is None:
-        raise ValueError(f"query {query.shape} has 3 dimensions: packed tokens need cum_seqlens_q; else {_LAYOUT}")
-    for name, x in (("key", key), ("value", value)):
-        if x.ndim != 3:
-            raise ValueError(f"query {query.shape} is packed, so {name} must be (tokens, heads, dim), got {x.shape}")
-    return query[None], key[None], value[None]
+def _check_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
+    """The leading dimensions, which all three share: none for one sequence, or packed ones."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}; {_LAYOUT}")
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name} {x.shape} must have as many dimensions as query {query.shape}; {_LAYOUT}")
+    batch = query.shape[:-3]
+    if key.shape[:-3] != batch or value.shape[:-3] != batch:
+        raise ValueError(f"batch sizes differ: query {query.shape}, key {key.shape}, value {value.shape}; {_LAYOUT}")
+    return batch
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensions:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}; {_LAYOUT}")
-        if 0 in x.shape:
+        if 0 in x.shape[1:]:
             raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
     B, T, H, D = query.shape
-    if key.shape[0] != B or value.shape[0] != B:
-        raise ValueError(f"batch sizes differ: query {query.shape}, key {key.shape}, value {value.shape}; {_LAYOUT}")
     _, S, Hkv, _ = key.shape
     if key.shape[3] != D:
         raise ValueError(f"head_dim of key {key.shape} must be that of query {query.shape}: {D}")
@@ -244,15 +242,15 @@ def _seed(seed: Any, dropout: float) -> jax.Array:
 # Bias and sinks ---------------------------------------------------------------------------------------------
 
 
-def _bias(bias: Any, dims: Dimensions) -> jax.Array | None:
+def _bias(bias: Any, dims: Dimensions, batch: Batch) -> jax.Array | None:
     if bias is None:
         return None
     bias = _floats("bias", bias)
-    wanted = (dims.B, dims.H, dims.T, dims.S)
-    shape = (1,) * (4 - bias.ndim) + bias.shape
-    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
+    wanted = (*(batch or (1,)), dims.H, dims.T, dims.S)
+    shape = (1,) * (len(wanted) - bias.ndim) + bias.shape
+    if len(shape) != len(wanted) or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
         raise ValueError(f"bias {bias.shape} does not broadcast to (batch, heads, q_len, kv_len) = {wanted}")
-    return bias.reshape(shape)
+    return folded_broadcast(bias, batch)
 
 
 def initial_bias(bias: Any, init_bias: Any, mask_info: Any) -> Any:
@@ -357,13 +355,12 @@ def _mask_arrays(mask: MaskInfo) -> dict[str, Any]:
 # After the kernel -------------------------------------------------------------------------------------------
 
 
-def finish(call: Call, outputs: dict[str, jax.Array], softmax_aux: Any = None) -> Any:
-    """From the canonical outputs to what the caller asked for."""
+def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], softmax_aux: Any = None) -> Any:
+    """From the canonical outputs to what the caller asked for, whose query has that shape."""
     out, lse = outputs["out"], outputs["lse"]
     if call.spec.with_argmax:
         out = _unnormalised(call, outputs, softmax_aux)
-    if call.spec.packed:
-        out, lse = out[0], lse[0]
+    out, lse = unfolded(out, shape[:-3]), unfolded(lse, shape[:-3])
     return (out, lse) if call.spec.with_lse else out
 
 
@@ -397,16 +394,7 @@ def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
     return jnp.where(argmax >= 0, logits, -jnp.inf)
 
 
-def shards(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
-    """The caller's words on many devices; packed arrays gain the batch axis that canonicalising gave them."""
-    if not call.spec.packed:
-        return Shards(mesh, in_specs, out_specs)
-
-    def widened(specs: Any) -> Any:
-        if isinstance(specs, jax.sharding.PartitionSpec):
-            return jax.sharding.PartitionSpec(None, *specs)
-        if isinstance(specs, dict):
-            return {name: widened(spec) for name, spec in specs.items()}
-        return None if specs is None else tuple(widened(spec) for spec in specs)
-
-    return Shards(mesh, widened(in_specs), widened(out_specs))
+def shards(shape: tuple[int, ...], mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
+    """The caller's words on many devices, whose query has that shape."""
+    dimensions = len(shape) - 3
+    return Shards(mesh, folded_specs(in_specs, dimensions), folded_specs(out_specs, dimensions))
