@@ -16,15 +16,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ejkernel.bench import benchmark, measure, paged, softmax, timing
-from ejkernel.bench.benchmark import BOTH, FORWARD, Contender, jax_program
+from ejkernel.about import benchmark
+from ejkernel.about.benchmark import BOTH, FORWARD, Contender, jax_program
+from ejkernel.bench import measure, timing
+from ejkernel.bench.contenders import all_contenders
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
 from ejkernel.bench.report import tuned
-from ejkernel.bench.softmax import cases as softmax_cases
-from ejkernel.bench.softmax.cases import Case
 from ejkernel.bench.timing import in_turns
 from ejkernel.bench.workers import TOO_LATE, Lost, spread
 from ejkernel.cli.main import app
+from ejkernel.kernels.paged.about import FAMILY as PAGED
+from ejkernel.kernels.paged.about.cases import Case as PagedCase
+from ejkernel.kernels.softmax import about
+from ejkernel.kernels.softmax.about import cases as softmax_cases
+from ejkernel.kernels.softmax.about.cases import Case
 from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, explain, interpret
 from ejkernel.ops.cache import user_file
@@ -32,7 +37,9 @@ from ejkernel.ops.cache import user_file
 CAUSAL = Case("dense", 1, 32, 2, 2, 8, "causal", "float32")
 DOCUMENTS = Case("masked", 1, 32, 4, 2, 8, "documents", "bfloat16", documents=4)
 OURS, PEER, TORCH = "ejkernel xla", "jax.nn (XLA)", "PyTorch SDPA"
-BENCHMARK = softmax.BENCHMARK
+SOFTMAX = about.FAMILY
+BENCHMARK = SOFTMAX.benchmark
+assert BENCHMARK is not None and PAGED.benchmark is not None
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
 
@@ -52,16 +59,16 @@ def toy(monkeypatch):
         changed = dataclasses.replace(
             BENCHMARK,
             cases=lambda backend, quick: list(cases),
-            contenders=lambda backend, platforms: [*BENCHMARK.contenders(backend, platforms), *more],
+            peers=lambda: [*BENCHMARK.peers(), *more],
         )
-        monkeypatch.setattr(softmax, "BENCHMARK", changed)
+        monkeypatch.setattr(about, "FAMILY", dataclasses.replace(SOFTMAX, benchmark=changed))
 
     return use
 
 
 def contender(name, change=None, *, error=None, refusal=None, platform=None):
     """jax.nn's results, changed on the way; or one that raises or refuses."""
-    nn = next(c for c in BENCHMARK.contenders("cpu", None) if c.name == PEER)
+    nn = next(c for c in all_contenders(SOFTMAX, "cpu", None) if c.name == PEER)
 
     def build(case, what, arrays, quiet):
         if error is not None:
@@ -110,8 +117,8 @@ def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch):
 
 @pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
 def test_a_scale_ignored_is_a_wrong_answer(cache):
-    case = paged.cases.Case("decode", 2, 40, 8, 4, 2, 16, "float32", cache, "ms")
-    problem = paged.BENCHMARK.problem(case)
+    case = PagedCase("decode", 2, 40, 8, 4, 2, 16, "float32", cache, "ms")
+    problem = PAGED.benchmark.problem(case)
     (truth,) = problem.truths(nullcontext())
     right = page_attention(**problem.arrays, k_scale=case.scales[0], v_scale=case.scales[1])
     assert truth.error("out", right).ok
@@ -376,7 +383,7 @@ def test_no_process_outlives_the_deadline():
 
 
 def test_a_case_in_a_process_of_its_own(tmp_path):
-    job = Job("softmax", "cpu", CAUSAL, None, [OURS], 1, str(tmp_path / "lock"))
+    job = Job(SOFTMAX.module, "cpu", CAUSAL, None, [OURS], 1, str(tmp_path / "lock"))
     (results,) = measure_in_processes([job], 2, time.monotonic() + 120)
     assert [(r.what, r.status) for r in results] == [(FORWARD, "ok"), (BOTH, "ok")]
 
@@ -391,7 +398,7 @@ def test_a_case_starts_again_without_what_took_the_device_down(monkeypatch):
             yield job, Measured([], "bad" if "bad" in job.contenders else None)
 
     monkeypatch.setattr(measure, "spread", fake)
-    list(measure_in_processes([Job("softmax", "gpu", CAUSAL, None, ["good", "bad"], 1, "")], 2, 0.0))
+    list(measure_in_processes([Job(SOFTMAX.module, "gpu", CAUSAL, None, ["good", "bad"], 1, "")], 2, 0.0))
     assert tried == [["good", "bad"], ["good"]]
 
 

@@ -2,7 +2,7 @@
 
 import io
 import re
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,10 +11,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ejkernel import modules
-from ejkernel.bench.answers import Error
-from ejkernel.cli import cases
+from ejkernel.about.answers import Error
+from ejkernel.about.family import PublicFunction
+from ejkernel.cli.families import families
 from ejkernel.cli.main import _outcome_table, app
 from ejkernel.cli.verify import Outcome, platforms_for
+from ejkernel.kernels.pooling import about as pooling
+from ejkernel.kernels.softmax import about as softmax
+from ejkernel.kernels.softmax.about.checks import attention
 from ejkernel.ops import get_operation, list_operations
 from ejkernel.ops.operation import PLATFORMS
 
@@ -55,59 +59,58 @@ def test_info_says_why_platforms_do_not_work_here():
 # verify -----------------------------------------------------------------------------------------------------
 
 
-def test_every_operation_has_cases():
-    assert {case.operation for case in cases.all_cases()} == set(list_operations())
+def all_checks():
+    return [check for family in families().values() for check in family.checks()]
 
 
-def test_every_case_can_run_here():
-    assert all(platforms_for(case)[0] for case in cases.all_cases())
+def test_every_operation_has_checks():
+    assert {check.operation for check in all_checks()} == set(list_operations())
+
+
+def test_every_check_can_run_here():
+    assert all(platforms_for(check)[0] for check in all_checks())
 
 
 def test_verify_passes_here():
-    # the two that are quick to compile; the shared tests check all operations far more closely
-    result = run("verify", "scaled_dot_product_attention", "mean_pooling")
+    # the one that is quick to compile; the shared tests check all operations far more closely
+    result = run("verify", "mean_pooling")
     assert result.exit_code == 0, result.output
     assert "checks passed" in result.output
-    assert result.output.count(" ok ") >= 3
+    assert result.output.count(" ok ") >= 2
 
 
-small = partial(cases._attention, "small", "B1 T24 H2 D8", dtype="float32", causal=True)
+SMALL = attention("small", "B1 T24 H2 D8", dtype="float32", causal=True)
+POOLED = pooling.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
 
 
-def only(monkeypatch, *chosen):
-    monkeypatch.setattr(cases, "all_cases", lambda: list(chosen))
+def only(monkeypatch, *checks, flash_attention=None):
+    """Some checks alone, and perhaps another function in the place of a public one."""
+    functions = softmax.FAMILY.functions
+    if flash_attention is not None:
+        canonicalise = functions["flash_attention"].canonicalise
+        functions = {**functions, "flash_attention": PublicFunction(flash_attention, canonicalise)}
+    monkeypatch.setattr(softmax, "FAMILY", replace(softmax.FAMILY, checks=lambda: [*checks], functions=functions))
+    monkeypatch.setattr("ejkernel.cli.families.FAMILIES", ["ejkernel.kernels.softmax"])
 
 
-def named_flash(function):
-    function.__name__ = "flash_attention"
-    return function
+def scaled_output(query, key, value, **options):
+    return 1.01 * modules.flash_attention(query, key, value, **options)
 
 
-def test_verify_exits_with_1_on_a_wrong_answer(monkeypatch):
-    wrong = named_flash(
-        lambda query, key, value, **options: 1.01 * modules.flash_attention(query, key, value, **options)
-    )
-    only(monkeypatch, small(), small(function=wrong))
+def lost_gradient(query, key, value, **options):
+    return modules.flash_attention(jax.lax.stop_gradient(query), key, value, **options)
+
+
+def nan_output(query, key, value, **options):
+    return modules.flash_attention(query, key, value, **options) + jax.numpy.nan
+
+
+@pytest.mark.parametrize("wrong", [scaled_output, lost_gradient, nan_output])
+def test_verify_exits_with_1_on_a_wrong_answer(monkeypatch, wrong):
+    only(monkeypatch, SMALL, flash_attention=wrong)
     result = run("verify")
     assert result.exit_code == 1
-    assert "1 of 2 checks failed" in result.output
-    assert "FAILED" in result.output
-
-
-def test_verify_exits_with_1_on_a_wrong_gradient(monkeypatch):
-    def wrong(query, key, value, **options):
-        return modules.flash_attention(jax.lax.stop_gradient(query), key, value, **options)
-
-    only(monkeypatch, small(function=named_flash(wrong)))
-    assert run("verify").exit_code == 1
-
-
-def test_verify_exits_with_1_on_nan(monkeypatch):
-    nan = named_flash(
-        lambda query, key, value, **options: modules.flash_attention(query, key, value, **options) + jax.numpy.nan
-    )
-    only(monkeypatch, small(function=nan))
-    assert run("verify").exit_code == 1
+    assert "1 of 1 checks failed" in result.output and "FAILED" in result.output
 
 
 def test_verify_reports_a_crash_and_goes_on(monkeypatch):
@@ -116,7 +119,8 @@ def test_verify_reports_a_crash_and_goes_on(monkeypatch):
             raise NotImplementedError("the kernel is on fire")
         return modules.flash_attention(query, key, value, **options)
 
-    only(monkeypatch, small(function=named_flash(broken)), small())
+    other = attention("other", "B1 T8 H1 D4", dtype="float32", operation="scaled_dot_product_attention")
+    only(monkeypatch, SMALL, other, flash_attention=broken)
     result = run("verify")
     assert result.exit_code == 1
     assert "the kernel is on fire" in result.output
@@ -125,7 +129,7 @@ def test_verify_reports_a_crash_and_goes_on(monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU")
 def test_verify_of_a_platform_that_is_not_here_says_why(monkeypatch):
-    only(monkeypatch, small())
+    only(monkeypatch, SMALL)
     result = run("verify", "--platform", "cudnn")
     assert result.exit_code == 1
     assert "needs an NVIDIA GPU" in result.output
@@ -135,13 +139,13 @@ def test_verify_of_a_platform_that_is_not_here_says_why(monkeypatch):
 def test_names_in_the_table_are_whole():
     """At 110 columns, every case with the widest numbers there may be."""
     error = Error(1.234e-3, 1.2e-5, 2e-3)
-    outcomes = [Outcome(case, "pallas", error, error, 1.2345, 12.345) for case in cases.all_cases()]
+    outcomes = [Outcome(check, "pallas", error, error, 1.2345, 12.345) for check in all_checks()]
     console = Console(width=110, record=True, file=io.StringIO())
     console.print(_outcome_table(outcomes))
     shown = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    for case in cases.all_cases():
-        assert case.operation in shown
-        assert f"{case.name} pallas {case.dtype} 1.2e-03 102.8x 1.2e-03 102.8x 1234.5 ms 10.0x ok" in shown
+    for check in all_checks():
+        assert check.operation in shown
+        assert f"{check.name} pallas {check.dtype} 1.2e-03 102.8x 1.2e-03 102.8x 1234.5 ms 10.0x ok" in shown
 
 
 def test_verify_refuses_unknown_names():
@@ -152,7 +156,7 @@ def test_verify_refuses_unknown_names():
 
 
 def test_verify_of_chosen_operations(monkeypatch):
-    only(monkeypatch, small(), cases._pooling("pooled", (1, 8, 1, 4), "float32", chunk_size=4))
+    monkeypatch.setattr(pooling, "FAMILY", replace(pooling.FAMILY, checks=lambda: [POOLED]))
     result = run("verify", "mean_pooling")
     assert result.exit_code == 0, result.output
     assert "all 1 checks passed" in result.output
@@ -233,6 +237,18 @@ def commands_in(readme: Path) -> list[str]:
 def test_commands_in_the_readmes_run(command):
     result = run(*command.split())
     assert result.exit_code == 0, result.output
+
+
+def test_roofline_of_a_family():
+    result = run("roofline", "paged", "--batch", "2", "--width", "768")
+    assert result.exit_code == 0 and result.output.startswith("A decode step over pages, 2 sequences of 4096 keys:\n|")
+    for options, message in (
+        ("--width 300", "width 300 must be a multiple of the head dims 64, 128, 256"),
+        ("paged --width 192", "width 192 must be a multiple of the head dim, 128"),
+        ("abacus", "abacus has no roofline; there are softmax, paged"),
+    ):
+        result = run("roofline", *options.split())
+        assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
 
 
 def test_support_prints_the_table():

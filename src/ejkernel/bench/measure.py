@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.bench.benchmark import FORWARD, Benchmark, Case, Contender, Problem, Program, Quiet
+from ejkernel.about.benchmark import FORWARD, Benchmark, Case, Contender, Problem, Program, Quiet
+from ejkernel.about.family import Family
+from ejkernel.bench.contenders import all_contenders, benchmark_of
 from ejkernel.bench.timing import REST_SECONDS, in_turns
 from ejkernel.bench.workers import TOO_LATE, Lost, spread
 
@@ -141,9 +143,9 @@ def measure(benchmark: Benchmark, case: Case, contenders: list[Contender], repea
 
 
 class Job(NamedTuple):
-    """A case for a process of its own; everything in it can be sent there."""
+    """A case for a process of its own; everything in it can be sent there. `family` is the module that has it."""
 
-    benchmark: str
+    family: str
     backend: str
     case: Any
     platforms: list[str] | None
@@ -155,10 +157,10 @@ class Job(NamedTuple):
 def _in_a_process(job: Job) -> Measured:
     from filelock import FileLock
 
-    benchmark: Benchmark = import_module(f"ejkernel.bench.{job.benchmark}").BENCHMARK
-    chosen = [c for c in benchmark.contenders(job.backend, job.platforms) if c.name in job.contenders]
+    family: Family = import_module(job.family).FAMILY
+    chosen = [c for c in all_contenders(family, job.backend, job.platforms) if c.name in job.contenders]
     # released by the system when a process dies
-    return measure(benchmark, job.case, chosen, job.repeats, FileLock(job.lock))
+    return measure(benchmark_of(family), job.case, chosen, job.repeats, FileLock(job.lock))
 
 
 def measure_here(

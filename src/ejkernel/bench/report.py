@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ejkernel.bench.benchmark import BOTH, FORWARD, Benchmark, Contender
+from ejkernel.about.benchmark import BOTH, FORWARD, Contender
+from ejkernel.about.family import Family
+from ejkernel.bench.contenders import choice
 from ejkernel.bench.measure import Result
 from ejkernel.ops import TunedConfigs
 from ejkernel.ops.files import write_whole
@@ -26,7 +28,7 @@ FIELDS = ("benchmark", "date", "machine", "contenders", "missing", "cases", "com
 
 
 def document(
-    benchmark: Benchmark,
+    family: Family,
     machine: dict[str, Any],
     cases: list[Any],
     taking_part: list[Contender],
@@ -35,12 +37,12 @@ def document(
     """A run that has yet to find anything."""
     return {
         "schema": SCHEMA,
-        "benchmark": benchmark.name,
+        "benchmark": family.name,
         "date": datetime.date.today().isoformat(),
         "machine": machine,
         "contenders": {contender.name: contender.platform for contender in taking_part},
         "missing": missing,
-        "cases": {case.name: {**case.facts(), "auto": benchmark.choice(case)} for case in cases},
+        "cases": {case.name: {**case.facts(), "auto": choice(family, case)} for case in cases},
         "complete": False,
         "results": [],
     }

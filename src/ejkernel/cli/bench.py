@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from ejkernel.cli import screen
+from ejkernel.cli.families import families
 from ejkernel.cli.outputs import drawable, writable
 
 if TYPE_CHECKING:
-    from ejkernel.bench.benchmark import Benchmark, Contender
+    from ejkernel.about.benchmark import Contender
+    from ejkernel.about.family import Family
     from ejkernel.bench.measure import Result
     from ejkernel.bench.report import Document, Grid
 
@@ -84,8 +85,9 @@ def measure(
     _run(str(given.pop("context").info_name), Options(**given))
 
 
-app.command("softmax", help="Attention, dense and masked, both passes, against JAX's and PyTorch's best.")(measure)
-app.command("paged", help="Decoding and mixed batches on pages, against attention on a contiguous cache.")(measure)
+for _family in families().values():
+    if _family.benchmark is not None:
+        app.command(_family.name, help=_family.benchmark.help)(measure)
 
 
 def _run(name: str, options: Options) -> None:
@@ -95,13 +97,14 @@ def _run(name: str, options: Options) -> None:
     import jax
 
     from ejkernel.bench import report
+    from ejkernel.bench.contenders import benchmark_of
     from ejkernel.cli.info import machine
 
-    benchmark: Benchmark = import_module(f"ejkernel.bench.{name}").BENCHMARK
+    family = families()[name]
     console, backend = screen.console(), jax.default_backend()
-    contenders, missing = _contenders(benchmark, backend, options)
+    contenders, missing = _contenders(family, backend, options)
     wanted = _matching(options.case)
-    known = benchmark.cases(backend, options.quick)
+    known = benchmark_of(family).cases(backend, options.quick)
     cases = [case for case in known if wanted(case.name)]
     if not cases:
         raise typer.BadParameter(f"no case matches {options.case!r}; there are {', '.join(c.name for c in known)}")
@@ -110,10 +113,10 @@ def _run(name: str, options: Options) -> None:
         _print_lines(console, [f"{c.key}: {c.name}" for c in contenders])
         _print_lines(console, [f"{name}: {reason}" for name, reason in missing.items()])
         return
-    found = report.document(benchmark, machine(), cases, contenders, missing)
+    found = report.document(family, machine(), cases, contenders, missing)
     _check_device(found, options.tuned)
     kept = True
-    for results in _measured(benchmark, backend, cases, contenders, options, deadline):
+    for results in _measured(family, backend, cases, contenders, options, deadline):
         report.add(found, results)
         for result in results:
             print(report.line(result), flush=True)
@@ -162,11 +165,12 @@ def _matching(pattern: str | None) -> Callable[[str], bool]:
     return lambda name: compiled.search(name) is not None
 
 
-def _contenders(benchmark: "Benchmark", backend: str, options: Options) -> "tuple[list[Contender], dict[str, str]]":
+def _contenders(family: "Family", backend: str, options: Options) -> "tuple[list[Contender], dict[str, str]]":
     """Those asked for that are here, and why the others are not."""
+    from ejkernel.bench.contenders import all_contenders
     from ejkernel.ops.operation import PLATFORMS
 
-    everybody = benchmark.contenders(backend, options.platform)
+    everybody = all_contenders(family, backend, options.platform)
     peers = [c.key for c in everybody if c.platform is None]
     unknown = {*(options.platform or ())} - {"auto", *PLATFORMS} | {*(options.peer or ())} - {"none", *peers}
     if unknown:
@@ -178,23 +182,24 @@ def _contenders(benchmark: "Benchmark", backend: str, options: Options) -> "tupl
 
 
 def _measured(
-    benchmark: "Benchmark",
+    family: "Family",
     backend: str,
     cases: list[Any],
     contenders: "list[Contender]",
     options: Options,
     deadline: float,
 ) -> "Iterator[list[Result]]":
+    from ejkernel.bench.contenders import benchmark_of
     from ejkernel.bench.measure import Job, measure_here, measure_in_processes
 
     # a TPU belongs to one process, and on a CPU what compiles would slow what is measured
     jobs = options.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if backend == "gpu" else 1)
     if jobs == 1:
-        yield from measure_here(benchmark, cases, contenders, options.repeats, deadline)
+        yield from measure_here(benchmark_of(family), cases, contenders, options.repeats, deadline)
         return
     # PyTorch's own pool of compilers, in every process, would be too many
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    job = partial(Job, benchmark=benchmark.name, backend=backend, platforms=options.platform, repeats=options.repeats)
+    job = partial(Job, family=family.module, backend=backend, platforms=options.platform, repeats=options.repeats)
     names = [contender.name for contender in contenders]
     with TemporaryDirectory() as folder:
         lock = str(Path(folder) / "device.lock")

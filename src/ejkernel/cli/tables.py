@@ -1,8 +1,8 @@
 """Keep generated tables in Markdown files current: `python -m ejkernel.cli.tables --write` or `--check`.
 
-A support table stands between `<!-- support:flash_attention -->` and `<!-- /support -->`. What was measured stands
-between `<!-- benchmark:softmax_cpu -->` and `<!-- /benchmark -->`, from `benchmarks/softmax_cpu.json` where that is.
-Rooflines stand between `<!-- roofline:softmax -->` (or `paged`) and `<!-- /roofline -->`.
+The support table of an operation stands between `<!-- support:OPERATION -->` and `<!-- /support -->`. What was measured
+stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->`, from `benchmarks/NAME.json` where that is. Rooflines
+stand between `<!-- roofline:FAMILY -->` and `<!-- /roofline -->`.
 """
 
 import re
@@ -14,7 +14,7 @@ import typer
 
 import ejkernel
 from ejkernel.bench import report
-from ejkernel.cli.roofline import paged_table, softmax_table
+from ejkernel.cli.families import families
 from ejkernel.ops import support_table
 
 FAMILIES = Path(ejkernel.__file__).parent / "kernels"
@@ -41,15 +41,18 @@ def _measured(name: str) -> str | None:
     return report.markdown(report.load(path)) if path.exists() else None
 
 
+def _bounds(family: str) -> str | None:
+    roofline = families()[family].roofline
+    return None if roofline is None else roofline().table
+
+
 def outdated(paths: list[Path], *, write: bool) -> list[Path]:
     """The files whose tables differ from what the code and the benchmarks say; with `write`, corrected."""
     found = []
     for path in paths:
         old = path.read_text()
         new = replace_sections(replace_sections(old, "support", support_table), "benchmark", _measured)
-        new = replace_sections(
-            new, "roofline", lambda family: {"softmax": softmax_table, "paged": paged_table}[family]()
-        )
+        new = replace_sections(new, "roofline", _bounds)
         if new != old:
             found.append(path)
             if write:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.bench.answers import Error, Truth
-from ejkernel.cli.cases import Arrays, Case
+from ejkernel.about.answers import Error, Truth
+from ejkernel.about.family import Arrays, Check
+from ejkernel.cli.families import family_of
 from ejkernel.ops import explain
 from ejkernel.ops.operation import PLATFORMS
 from ejkernel.ops.tuning import median_seconds
@@ -17,9 +18,9 @@ from ejkernel.ops.tuning import median_seconds
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one case went on one platform. Seconds are of a forward and, where there is one, a backward."""
+    """How one check went on one platform. Seconds are of a forward and, where there is one, a backward."""
 
-    case: Case
+    check: Check
     platform: str
     output: Error | None = None
     gradient: Error | None = None
@@ -32,9 +33,10 @@ class Outcome:
         return self.output is not None and self.output.ok and (self.gradient is None or self.gradient.ok)
 
 
-def platforms_for(case: Case) -> tuple[list[str], dict[str, list[str]]]:
-    """Platforms that can do a case here, and the reasons of the others."""
-    explanation = explain(case.function, **case.structs(), **case.fixed, **case.static)
+def platforms_for(check: Check) -> tuple[list[str], dict[str, list[str]]]:
+    """Platforms that can do a check here, and the reasons of the others."""
+    function = family_of(check.operation).function(check.operation)
+    explanation = explain(function, **check.structs(), **check.fixed, **check.static)
     return [p for p in PLATFORMS if p not in explanation.refusals], explanation.refusals
 
 
@@ -58,58 +60,60 @@ def _worst(truth: Truth, got: Arrays) -> Error:
     return max((truth.error(name, got[name]) for name in truth.exact), key=lambda error: error.severity)
 
 
-class Check:
-    """One case, its definition and jax.nn's time computed once for all platforms."""
+class Answers:
+    """What a check should give, and jax.nn's time, computed once for all platforms."""
 
-    def __init__(self, case: Case, repeats: int):
-        self.case, self.repeats = case, repeats
-        self.arrays = case.arrays()
+    def __init__(self, check: Check, repeats: int):
+        self.check, self.repeats = check, repeats
+        self.family = family_of(check.operation)
+        self.arrays = check.arrays()
         wide = {name: x.astype(jnp.float32) for name, x in self.arrays.items()}
-        shape = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, case.fixed)
+        shape = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, check.fixed)
         self.cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape, np.float32))
         exact = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.float32))
-        naive = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(case.dtype)))
-        out, gradients = exact(wide, case.fixed, self.cotangent)
+        naive = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(check.dtype)))
+        out, gradients = exact(wide, check.fixed, self.cotangent)
         # in float32 the naive computation is the definition itself
-        is_exact = case.dtype == "float32"
-        naives = (out, gradients) if is_exact else naive(self.arrays, case.fixed, self.cotangent)
+        is_exact = check.dtype == "float32"
+        naives = (out, gradients) if is_exact else naive(self.arrays, check.fixed, self.cotangent)
         self.output = Truth.of({"out": out}, {"out": naives[0]})
-        self.gradient = Truth.of(gradients, naives[1]) if case.differentiable else None
-        self.peer_seconds = None if case.peer is None else self._seconds(self._step(self._peer))
+        self.gradient = Truth.of(gradients, naives[1]) if check.differentiable else None
+        self.peer_seconds = None if check.peer is None else self._seconds(self._step(self._peer))
 
     def _step(self, function: Callable[[Arrays, Any], jax.Array]) -> Callable[..., tuple[jax.Array, Arrays]]:
-        return _step(function, self.case.differentiable)
+        return _step(function, self.check.differentiable)
 
     def _call(self, arrays: Arrays, fixed: Any) -> Any:
-        return self.case.canonicalise(**arrays, **fixed, **self.case.static)
+        canonicalise = self.family.functions[self.check.operation].canonicalise
+        return canonicalise(**arrays, **fixed, **self.check.static)
 
     def _defined(self, arrays: Arrays, fixed: Any, dtype: Any) -> jax.Array:
-        return self.case.definition(self._call(arrays, fixed), dtype)
+        return self.check.definition(self._call(arrays, fixed), dtype)
 
     def _peer(self, arrays: Arrays, fixed: Any) -> jax.Array:
-        assert self.case.peer is not None
-        return self.case.peer(self._call(arrays, fixed))
+        assert self.check.peer is not None
+        return self.check.peer(self._call(arrays, fixed))
 
     def _seconds(self, step: Callable[..., Any]) -> float:
-        return median_seconds(step, self.arrays, self.case.fixed, self.cotangent, repeats=self.repeats)
+        return median_seconds(step, self.arrays, self.check.fixed, self.cotangent, repeats=self.repeats)
 
     def on(self, platform: str) -> Outcome:
-        """Run the case on a platform."""
-        case = self.case
-        step = self._step(lambda arrays, fixed: case.function(**arrays, **fixed, **case.static, platform=platform))
+        """Run the check on a platform."""
+        check, function = self.check, self.family.function(self.check.operation)
+        step = self._step(lambda arrays, fixed: function(**arrays, **fixed, **check.static, platform=platform))
         try:
-            out, gradients = step(self.arrays, case.fixed, self.cotangent)
+            out, gradients = step(self.arrays, check.fixed, self.cotangent)
             output = _worst(self.output, {"out": out})
             gradient = None if self.gradient is None else _worst(self.gradient, gradients)
             seconds = self._seconds(step)
         except (RuntimeError, ValueError, TypeError) as crash:  # NotImplementedError and XLA's errors are RuntimeErrors
-            return Outcome(case, platform, crash=f"{type(crash).__name__}: {crash}")
-        return Outcome(case, platform, output, gradient, seconds, self.peer_seconds)
+            return Outcome(check, platform, crash=f"{type(crash).__name__}: {crash}")
+        return Outcome(check, platform, output, gradient, seconds, self.peer_seconds)
 
 
-def verify(work: list[tuple[Case, list[str]]], repeats: int = 3) -> Iterator[Outcome]:
-    """The outcome of every case on each of its platforms, as they come."""
-    for case, platforms in work:
+def verify(work: list[tuple[Check, list[str]]], repeats: int = 3) -> Iterator[Outcome]:
+    """The outcome of every check on each of its platforms, as they come."""
+    for check, platforms in work:
         if platforms:
-            check = Check(case, repeats)
-            yield from (check.on(platform) for platform in platforms)
+            answers = Answers(check, repeats)
+            yield from (answers.on(platform) for platform in platforms)

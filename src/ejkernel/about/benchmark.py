@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from ejkernel.bench.answers import Truth
+from ejkernel.about.answers import Truth
 
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -18,7 +18,10 @@ Quiet = AbstractContextManager[Any]
 
 
 class Case(Protocol):
-    """One problem. Cases of a group belong in one table."""
+    """One problem. Cases of a group belong in one table.
+
+    The first of `operations` is measured; the others run the same kernels, and its times are theirs.
+    """
 
     @property
     def name(self) -> str: ...
@@ -26,6 +29,16 @@ class Case(Protocol):
     def group(self) -> str: ...
     @property
     def passes(self) -> tuple[str, ...]: ...
+    @property
+    def operations(self) -> tuple[str, ...]: ...
+    def structs(self) -> Arrays:
+        """The arrays of its problem, on shapes alone."""
+        ...
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        """Of the public function, by name, from those arrays."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """Sizes and options for the record; among them `group`, and `unit`: "ms", "TFLOP/s" or "TB/s"."""
         ...
@@ -91,20 +104,41 @@ class Contender:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A family's benchmark.
+    """What a family measures of itself, and against whom.
 
     Attributes:
+        help: a line for the command line.
         cases: (backend, quick) to cases, the most telling first.
-        contenders: (backend, our platforms or None for those worth measuring) to everybody, present or not.
         problem: puts a case on the device.
-        choice: the platforms that our `platform="auto"` takes for a case, by pass.
+        platforms: ours worth measuring, by backend.
+        peers: everybody else, present or not.
+        trained: the arrays that a backward has gradients for, `d` before their names; `dout` among the arrays is the
+            gradient of the output.
+        chain: for `jax_program`.
     """
 
-    name: str
+    help: str
     cases: Callable[[str, bool], list[Any]]
-    contenders: Callable[[str, list[str] | None], list[Contender]]
     problem: Callable[[Any], Problem]
-    choice: Callable[[Any], dict[str, str | None]]
+    platforms: Mapping[str, tuple[str, ...]]
+    peers: Callable[[], list[Contender]]
+    trained: tuple[str, ...] = ()
+    chain: tuple[str, str, int] | None = None
+
+
+def passes_of(
+    function: Callable[[Arrays], jax.Array], what: str, trained: tuple[str, ...]
+) -> Callable[[Arrays], Arrays]:
+    """One pass of a function of named arrays: its output, and with a backward the gradients of those trained."""
+
+    def forward(arrays: Arrays) -> Arrays:
+        return {"out": function(arrays)}
+
+    def both(arrays: Arrays) -> Arrays:
+        out, pull = jax.vjp(lambda *given: function({**arrays, **dict(zip(trained, given))}), *map(arrays.get, trained))
+        return {"out": out, **{f"d{name}": dx for name, dx in zip(trained, pull(arrays["dout"]), strict=True)}}
+
+    return forward if what == FORWARD else both
 
 
 def jax_program(

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.bench.answers import FLOOR, Truth
-from ejkernel.bench.benchmark import BOTH, FORWARD, Arrays, Quiet
+from ejkernel.about.answers import FLOOR, Truth
+from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Quiet
 from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.types import MaskInfo
+
+TRAINED = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,24 @@ class Case:
         }[self.mask]
         return (1 if what == FORWARD else 3.5) * 4 * self.B * self.H * self.D * pairs
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return "flash_attention", "scaled_dot_product_attention"
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         q, k = (self.B, self.T, self.H, self.D), (self.B, self.T, self.Hkv, self.D)
         return {"query": q, "key": k, "value": k, "dout": q}
+
+    def structs(self) -> Arrays:
+        structs = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in self.shapes().items()}
+        if self.documents is not None:
+            structs["segments"] = jax.ShapeDtypeStruct((1, self.T), jnp.int32)
+        return structs
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        mask = MaskInfo.from_segments(arrays["segments"]) if "segments" in arrays else None
+        options = {"causal": self.causal, "sliding_window": self.sliding_window, "mask_info": mask}
+        return {name: arrays[name] for name in TRAINED} | options
 
 
 def _dense(T: int, tokens: int, width: int, D: int, dtype: str, unit: str = "ms") -> list[Case]:

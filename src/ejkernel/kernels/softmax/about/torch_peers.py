@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.bench.benchmark import FORWARD, Arrays, Contender, Program, Quiet
-from ejkernel.bench.softmax.cases import Case
+from ejkernel.about.benchmark import FORWARD, Arrays, Contender, Program, Quiet
+from ejkernel.kernels.softmax.about.cases import TRAINED, Case
 
 Tensor = Any
 # (query, key, value) -> out, all (B, H, T, D)
@@ -112,7 +112,7 @@ def _build(make: Callable[[Case, Any], Attend], case: Case, what: str, arrays: A
 
     # the same memory, seen as (B, H, T, D)
     named = {name: torch.from_dlpack(arrays[name]).transpose(1, 2) for name in case.shapes()}
-    query, key, value = (named[name].detach().requires_grad_(what != FORWARD) for name in ("query", "key", "value"))
+    query, key, value = (named[name].detach().requires_grad_(what != FORWARD) for name in TRAINED)
     on_gpu = query.is_cuda
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     start = time.perf_counter()

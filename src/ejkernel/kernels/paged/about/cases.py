@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.bench.answers import Truth
-from ejkernel.bench.benchmark import FORWARD, Arrays, Quiet
+from ejkernel.about.answers import Truth
+from ejkernel.about.benchmark import FORWARD, Arrays, Quiet
 from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
 
@@ -70,6 +70,21 @@ class Case:
     def amount(self, what: str) -> float:
         """Bytes of keys and values, each read once."""
         return 2.0 * int(self.lengths.sum()) * self.Hkv * self.D * jnp.dtype(self.cache).itemsize
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return ("page_attention" if self.even else "ragged_page_attention",)
+
+    def structs(self) -> Arrays:
+        return {name: jax.ShapeDtypeStruct(*shape) for name, shape in self.shapes().items()}
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        """8-bit caches have scales."""
+        given = dict(arrays)
+        if not self.even:
+            given["queries"] = given.pop("query")
+        scales = {} if self.scales is None else dict(zip(("k_scale", "v_scale"), self.scales, strict=True))
+        return given | {name: jnp.float32(scale) for name, scale in scales.items()}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         sequences, pages = len(self.lengths), -(-int(self.lengths.max()) // self.page)

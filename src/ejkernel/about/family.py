@@ -1,0 +1,105 @@
+"""A family, as the command line and the benchmarks know it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.about.benchmark import Benchmark
+from ejkernel.ops import Call
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class PublicFunction:
+    """The public function of an operation.
+
+    Attributes:
+        where: the module that has it under the operation's name, or the function itself. Loaded on first use.
+        canonicalise: the same arguments to the canonical call.
+    """
+
+    where: str | Callable[..., Any]
+    canonicalise: Callable[..., Call]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One call, what it should give, and what jax.nn would make of it.
+
+    Attributes:
+        name: what tables call it.
+        operation: its public function takes trained and fixed arrays, static options and `platform`, by name.
+        definition: the canonical call by its definition, in the dtype given; differentiable.
+        dtype: of the trained arrays.
+        trained: shapes of the arrays that get a gradient.
+        fixed: traced arguments that get none, such as a MaskInfo.
+        static: options that are part of the program.
+        peer: the canonical call by jax.nn, or None where it has no such thing.
+        differentiable: whether there are gradients to check.
+    """
+
+    name: str
+    operation: str
+    definition: Callable[[Call, Any], jax.Array]
+    dtype: str
+    trained: Mapping[str, tuple[int, ...]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    static: Mapping[str, Any] = field(default_factory=dict)
+    peer: Callable[[Call], jax.Array] | None = None
+    differentiable: bool = True
+
+    def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in self.trained.items()}
+
+    def arrays(self) -> Arrays:
+        """Random values for the trained arrays. From numpy: jax.random would compile a program per shape."""
+        rng = np.random.default_rng(0)
+        draw = rng.standard_normal
+        return {name: jnp.asarray(draw(x.shape, np.float32).astype(x.dtype)) for name, x in self.structs().items()}
+
+
+class Roofline(NamedTuple):
+    """What kernels cannot beat: a Markdown table, and the sizes it is for."""
+
+    title: str
+    table: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family says about itself.
+
+    Attributes:
+        name: what the command line calls it.
+        module: where this stands (`__name__`): other processes find it there.
+        functions: its operations by name.
+        arguments: (operation, sizes by name) to the arguments of its public function, on shapes alone; None stands for
+            one that is not given. Its own arguments, annotated with an `Option`, are those of the command line.
+        checks: the calls that `ejkernel verify` runs, in the order shown.
+        benchmark: what `ejkernel bench` measures, if anything.
+        roofline: (batch, length, width = heads * head_dim; all optional) to bounds by its kernels' own schedules.
+    """
+
+    name: str
+    module: str
+    functions: Mapping[str, PublicFunction]
+    arguments: Callable[..., dict[str, Any]]
+    checks: Callable[[], list[Check]]
+    benchmark: Benchmark | None = None
+    roofline: Callable[..., Roofline] | None = None
+
+    def function(self, operation: str) -> Callable[..., Any]:
+        """The public function of an operation."""
+        where = self.functions[operation].where
+        return getattr(import_module(where), operation) if isinstance(where, str) else where
+
+
+def load_family(package: str) -> Family:
+    """The family whose package that is."""
+    return import_module(f"{package}.about").FAMILY

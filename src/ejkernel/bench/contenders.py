@@ -1,0 +1,87 @@
+"""Who takes part: ours on each platform, made from what a family says of a case, and the family's peers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ejkernel.about.benchmark import (
+    BOTH,
+    FORWARD,
+    Arrays,
+    Benchmark,
+    Case,
+    Contender,
+    Program,
+    Quiet,
+    jax_program,
+    passes_of,
+)
+from ejkernel.about.family import Family
+from ejkernel.ops import Explanation, explain, get_operation
+
+
+def benchmark_of(family: Family) -> Benchmark:
+    if family.benchmark is None:
+        raise ValueError(f"{family.name} measures nothing of itself")
+    return family.benchmark
+
+
+def all_contenders(family: Family, backend: str, platforms: list[str] | None) -> list[Contender]:
+    """Everybody, present or not: ours first, on those platforms or on the ones worth it."""
+    benchmark = benchmark_of(family)
+    return [*(_ours(family, p) for p in platforms or benchmark.platforms.get(backend, ("xla",))), *benchmark.peers()]
+
+
+def choice(family: Family, case: Case) -> dict[str, str | None]:
+    """The platforms that auto takes for a case, by pass; two for forward and backward where they differ."""
+    told = _explained(family, case, "auto")
+    taken = [told.platform] if told.gradient is None else [told.platform, told.gradient.platform]
+    both = ", ".join(dict.fromkeys(map(str, taken)))
+    return {what: told.platform if what == FORWARD else both for what in (FORWARD, BOTH) if what in case.passes}
+
+
+def _explained(family: Family, case: Case, platform: str) -> Explanation:
+    function = family.function(case.operations[0])
+    return explain(lambda arrays: function(**case.arguments(arrays), platform=platform), case.structs())
+
+
+def bucket_of(family: Family, operation: str, case: Case) -> str:
+    """The shape bucket of a case."""
+    found: list[str] = []
+
+    def call(arrays: Arrays) -> None:
+        canonical = family.functions[operation].canonicalise(**case.arguments(arrays))
+        found.append(get_operation(operation).bucket(canonical))
+
+    jax.eval_shape(call, case.structs())
+    return found[0]
+
+
+def _ours(family: Family, platform: str) -> Contender:
+    """Ours on a platform: what `explain` says of a case is what it refuses, and where its times are kept."""
+    benchmark = benchmark_of(family)
+
+    def build(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+        function = family.function(case.operations[0])
+        step = passes_of(lambda given: function(**case.arguments(given), platform=platform), what, benchmark.trained)
+        return jax_program(step, arrays, quiet, benchmark.chain)
+
+    def refusal(case: Case) -> str | None:
+        told = _explained(family, case, platform)
+        return None if told.platform else "; ".join(told.refusals.get(platform, ["no platform can"]))
+
+    def tuning(case: Case) -> dict[str, Any]:
+        told = _explained(family, case, platform)
+        config = None if told.config_source == "default" else dataclasses.asdict(told.config)
+        bucket = bucket_of(family, case.operations[0], case)
+        return {"operations": [*case.operations], "bucket": bucket, "platform": told.platform, "config": config}
+
+    return Contender(
+        key=f"ejkernel-{platform}",
+        name=f"ejkernel {platform}",
+        build=build,
+        refusal=refusal,
+        tuning=tuning,
+        platform=platform,
+    )

@@ -1,0 +1,56 @@
+"""`ejkernel explain`: what a call would run here, from its sizes alone."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ejkernel.cli import screen
+from ejkernel.cli.families import family_of
+from ejkernel.cli.sizes import described
+
+if TYPE_CHECKING:
+    from ejkernel.ops import Explanation
+
+OperationName = Annotated[str, typer.Argument(help="`ejkernel info` lists them.")]
+
+
+def explain(
+    operation: OperationName,
+    sizes: dict[str, Any],
+    platform: Annotated[str | None, typer.Option(help="Force xla, triton, pallas or cudnn.")] = None,
+) -> None:
+    """Say what a call would run here: platform, config, and why the other platforms would not."""
+    from ejkernel.ops import explain as ask
+
+    try:
+        arguments = described(operation, sizes)
+        answer = ask(family_of(operation).function(operation), **arguments, platform=platform)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    _print(screen.console(), answer, platform)
+    if answer.platform is None:
+        raise typer.Exit(1)
+
+
+def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
+    from ejkernel.ops.operation import PLATFORMS
+
+    if answer.platform is None:
+        asked = f"platform {forced!r} cannot do this call" if forced not in (None, "auto") else "no platform can do it"
+        console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: [red]{asked}[/]")
+        could = [p for p in PLATFORMS if p not in answer.refusals]
+        console.print(f"platforms that could: {', '.join(could) or 'none'}")
+    else:
+        chosen = f"[green]{answer.platform}[/] ({answer.reason})"
+        console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: {chosen}")
+        console.print(f"config: {answer.config} (from {answer.config_source})", markup=False)
+        if (other := answer.gradient) is not None:
+            console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
+            console.print(f"config: {other.config} (from {other.config_source})", markup=False)
+    table = screen.table("platform", "why not")
+    for platform, reasons in answer.refusals.items():
+        table.add_row(platform, "\n".join(f"- {reason}" for reason in reasons))
+    for platform, reasons in answer.avoided.items():
+        table.add_row(f"{platform}, gradient", "\n".join(f"- {reason}" for reason in reasons))
+    console.print(table)

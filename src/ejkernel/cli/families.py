@@ -1,0 +1,19 @@
+"""The families that there are, and who has an operation."""
+
+from ejkernel.about.family import Family, load_family
+from ejkernel.kernels import FAMILIES
+
+
+def families() -> dict[str, Family]:
+    """By name, in the order of the list."""
+    found = [load_family(package) for package in FAMILIES]
+    return {family.name: family for family in found}
+
+
+def family_of(operation: str) -> Family:
+    """The family that has an operation; `ValueError` where none has."""
+    for family in families().values():
+        if operation in family.functions:
+            return family
+    known = sorted(name for family in families().values() for name in family.functions)
+    raise ValueError(f"unknown operation {operation!r}; known: {', '.join(known)}")
