@@ -32,7 +32,7 @@ def run(*arguments: str):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("info", "verify", "explain", "support", "bench"):
+    for command in ("info", "verify", "explain", "tune", "support", "bench"):
         assert command in result.output
 
 

@@ -84,6 +84,42 @@ def test_a_save_that_fails_keeps_the_winner_in_memory(obstacle, measured, monkey
     assert {p.name for p in tmp_path.rglob("*")} <= {"tuned", "cpu.json.lock"}
 
 
+def test_what_was_measured_is_told(measured):
+    with autotune(progress=False) as found:
+        flash_attention(Q, Q, Q)
+    (one,) = found
+    assert (one.operation, one.platform, one.best, one.default) == ("flash_attention", "xla", FAST, DEFAULT)
+    assert one.seconds[SLOW] == (3e-6, 8e-6) and one.entry("other").find("other", one.bucket, "xla")["block_q"] == 16
+
+
+def test_what_the_file_has_is_not_measured_unless_asked(measured):
+    with autotune(progress=False):
+        flash_attention(Q, Q, Q)
+    with autotune(progress=False, again=False) as found:
+        flash_attention(Q, Q, Q)
+        assert not found and len(measured) == 3
+        flash_attention(Q, Q, Q, causal=True)
+    assert len(found) == 1 and len(measured) == 6
+
+
+def test_a_config_that_fails_is_passed_over(measured, monkeypatch):
+    made_up = tuning._measure
+
+    def measure(operation, implementation, call, config, arrays):
+        if config in broken:
+            raise MemoryError("too large")
+        return made_up(operation, implementation, call, config, arrays)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    broken = [FAST, DEFAULT]
+    with autotune(progress=False) as found:
+        flash_attention(Q, Q, Q)
+    assert found[0].best == SLOW and found[0].failed == dict.fromkeys(broken, "MemoryError: too large")
+    broken = [FAST, DEFAULT, SLOW]
+    with autotune(progress=False), pytest.raises(RuntimeError, match="no config of flash_attention on xla could be"):
+        flash_attention(Q, Q, Q)
+
+
 def test_the_winner_is_used_at_once(measured):
     def run(q):
         return flash_attention(q, q, q)

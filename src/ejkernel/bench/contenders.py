@@ -35,14 +35,15 @@ def all_contenders(family: Family, backend: str, platforms: list[str] | None) ->
 
 def choice(family: Family, case: Case) -> dict[str, str | None]:
     """The platforms that auto takes for a case, by pass; two for forward and backward where they differ."""
-    told = _explained(family, case, "auto")
+    told = explained(family, case.operations[0], case, "auto")
     taken = [told.platform] if told.gradient is None else [told.platform, told.gradient.platform]
     both = ", ".join(dict.fromkeys(map(str, taken)))
     return {what: told.platform if what == FORWARD else both for what in (FORWARD, BOTH) if what in case.passes}
 
 
-def _explained(family: Family, case: Case, platform: str) -> Explanation:
-    function = family.function(case.operations[0])
+def explained(family: Family, operation: str, case: Case, platform: str | None) -> Explanation:
+    """What a case would run, as a call of one of its operations."""
+    function = family.function(operation)
     return explain(lambda arrays: function(**case.arguments(arrays), platform=platform), case.structs())
 
 
@@ -68,11 +69,11 @@ def _ours(family: Family, platform: str) -> Contender:
         return jax_program(step, arrays, quiet, benchmark.chain)
 
     def refusal(case: Case) -> str | None:
-        told = _explained(family, case, platform)
+        told = explained(family, case.operations[0], case, platform)
         return None if told.platform else "; ".join(told.refusals.get(platform, ["no platform can"]))
 
     def tuning(case: Case) -> dict[str, Any]:
-        told = _explained(family, case, platform)
+        told = explained(family, case.operations[0], case, platform)
         config = None if told.config_source == "default" else dataclasses.asdict(told.config)
         bucket = bucket_of(family, case.operations[0], case)
         return {"operations": [*case.operations], "bucket": bucket, "platform": told.platform, "config": config}

@@ -16,4 +16,4 @@ def family_of(operation: str) -> Family:
         if operation in family.functions:
             return family
     known = sorted(name for family in families().values() for name in family.functions)
-    raise ValueError(f"unknown operation {operation!r}; known: {', '.join(known)}")
+    raise ValueError(f"unknown operation {operation!r}; known: {', '.join(known)}; families: {', '.join(families())}")

@@ -12,6 +12,7 @@ from ejkernel.cli.explain import OperationName, explain
 from ejkernel.cli.families import families
 from ejkernel.cli.interrupt import end_on_interrupt
 from ejkernel.cli.sizes import with_sizes
+from ejkernel.cli.tune import tune
 
 if TYPE_CHECKING:
     from ejkernel.about.answers import Error
@@ -177,6 +178,7 @@ def roofline(
 
 
 app.command()(with_sizes(explain))
+app.command()(with_sizes(tune))
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from ejkernel.ops.cache import TunedConfigs, shipped_file, unsaved, user_file
 from ejkernel.ops.operation import Call, Operation, get_operation
 from ejkernel.ops.target import Target
 
+USERS = "the user's tuned file"
+
 _OVERRIDES: ContextVar[Mapping[str, Any]] = ContextVar("ejkernel_config_overrides", default=MappingProxyType({}))
 
 
@@ -57,7 +59,7 @@ def tuned_sources(target: Target) -> list[tuple[str, TunedConfigs]]:
     users = user_file(target.kind)
     return [
         ("tuned in this process, not saved", unsaved(users)),
-        ("the user's tuned file", _stored(users)),
+        (USERS, _stored(users)),
         (f"shipped for {target.kind}", _stored(shipped_file(target.kind))),
         (f"shipped for {target.arch}", _stored(shipped_file(target.arch))),
     ]

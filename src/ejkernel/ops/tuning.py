@@ -13,15 +13,46 @@ import numpy as np
 from jax import core as jax_core
 
 from ejkernel.ops.cache import TunedConfigs, keep, user_file
+from ejkernel.ops.config import UNGIVEN, USERS, choose_config
 from ejkernel.ops.operation import Arrays, Call, Operation
 
 REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was measured for a bucket on a platform.
+
+    Attributes:
+        seconds: of a forward, and of a forward and a backward where there is one, by config.
+        failed: the configs that could not be measured, and why.
+    """
+
+    operation: str
+    bucket: str
+    platform: str
+    default: Any
+    seconds: dict[Any, tuple[float, ...]]
+    failed: dict[Any, str]
+
+    @property
+    def best(self) -> Any:
+        """The fastest config, both passes together."""
+        return min(self.seconds, key=lambda config: sum(self.seconds[config]))
+
+    def entry(self, operation: str) -> TunedConfigs:
+        """The fastest config for a tuned file, as that of an operation with the same kernels."""
+        microseconds = [seconds * 1e6 for seconds in self.seconds[self.best]]
+        fields = dataclasses.asdict(self.best)
+        return TunedConfigs().add(operation, self.bucket, self.platform, fields, *microseconds)
 
 
 @dataclasses.dataclass
 class _Session:
     save: bool
     progress: bool
+    again: bool
+    found: list[Tuned] = dataclasses.field(default_factory=list)
     done: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)
 
 
@@ -29,11 +60,12 @@ _SESSION: ContextVar[_Session | None] = ContextVar("ejkernel_autotune", default=
 
 
 @contextmanager
-def autotune(*, save: bool = True, progress: bool = True) -> Iterator[None]:
+def autotune(*, save: bool = True, progress: bool = True, again: bool = True) -> Iterator[list[Tuned]]:
     """Measure the search space of every operation called inside, on the shapes of the call, and keep the winner.
 
     The winner is used at once and, with `save`, written to the user's tuned file for later runs;
-    where that cannot be written, a warning says so and the winner serves this process.
+    where that cannot be written, a warning says so and the winner serves this process. Without `again`, what that file
+    has is used as it is. The list that `as` names grows by what was measured.
     Inside jit the arrays' values are unknown, so random ones of the same shapes are measured.
 
     >>> import jax.numpy as jnp
@@ -44,9 +76,10 @@ def autotune(*, save: bool = True, progress: bool = True) -> Iterator[None]:
     ...     flash_attention(q, q, q).shape
     (1, 64, 2, 16)
     """
-    token = _SESSION.set(_Session(save, progress))
+    session = _Session(save, progress, again)
+    token = _SESSION.set(session)
     try:
-        yield
+        yield session.found
     finally:
         _SESSION.reset(token)
 
@@ -104,25 +137,40 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
     key = (operation.name, operation.bucket(call), platform)
     if key in session.done:
         return session.done[key]
-    candidates = list(dict.fromkeys([implementation.default_config(call), *implementation.search_space(call)]))
+    if not session.again:
+        config, source = choose_config(operation, implementation, platform, call, UNGIVEN)
+        if source == USERS:
+            return config
     # measured configs must not start a tuning of their own; tracing around this call must not swallow it
     token = _SESSION.set(None)
     try:
         with jax.ensure_compile_time_eval():
-            arrays = _concrete(call.arrays)
-            times = {
-                config: _measure(operation, implementation, call, config, arrays)
-                for config in _tracked(candidates, f"tuning {operation.name} on {platform}", session.progress)
-            }
+            found = _search(operation, implementation, platform, call, session.progress)
     finally:
         _SESSION.reset(token)
-    best = min(times, key=lambda config: sum(times[config]))
-    session.done[key] = best
+    session.found.append(found)
+    session.done[key] = found.best
     if session.save:
-        fields = dataclasses.asdict(best)
-        microseconds = [seconds * 1e6 for seconds in times[best]]
-        keep(TunedConfigs().add(*key[:2], platform, fields, *microseconds), user_file(call.target.kind))
-    return best
+        keep(found.entry(operation.name), user_file(call.target.kind))
+    return found.best
+
+
+def _search(operation: Operation, implementation: Any, platform: str, call: Call, progress: bool) -> Tuned:
+    """Measure every candidate; `RuntimeError` where none can be."""
+    default = implementation.default_config(call)
+    candidates = list(dict.fromkeys([default, *implementation.search_space(call)]))
+    arrays = _concrete(call.arrays)
+    seconds: dict[Any, tuple[float, ...]] = {}
+    failed: dict[Any, str] = {}
+    for config in _tracked(candidates, f"tuning {operation.name} on {platform}", progress):
+        try:
+            seconds[config] = _measure(operation, implementation, call, config, arrays)
+        except Exception as error:  # a kernel that does not fit may raise anything, and the others are still to come
+            failed[config] = f"{type(error).__name__}: {error}"
+    if not seconds:
+        reasons = "\n".join(f"  {config}: {reason}" for config, reason in failed.items())
+        raise RuntimeError(f"no config of {operation.name} on {platform} could be measured:\n{reasons}")
+    return Tuned(operation.name, operation.bucket(call), platform, default, seconds, failed)
 
 
 def _tracked(candidates: list[Any], title: str, progress: bool) -> Any:

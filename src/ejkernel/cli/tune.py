@@ -1,0 +1,178 @@
+"""`ejkernel tune`: measure configs for the sizes that matter, and keep the fastest."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ejkernel.about.family import Family
+from ejkernel.cli import screen
+from ejkernel.cli.families import families, family_of
+from ejkernel.cli.sizes import described
+
+if TYPE_CHECKING:
+    from ejkernel.ops import Explanation
+    from ejkernel.ops.tuning import Tuned
+
+
+class Work(NamedTuple):
+    """A call to tune.
+
+    Attributes:
+        operation: whose public function is called.
+        alike: operations with the same kernels, for which the result is kept too.
+        run: the call, on a platform.
+        explain: what it would run, on a platform.
+    """
+
+    name: str
+    operation: str
+    alike: tuple[str, ...]
+    run: Callable[[str], Any]
+    explain: "Callable[[str | None], Explanation]"
+
+
+def tune(
+    what: Annotated[str, typer.Argument(help="An operation or a family; `ejkernel info` lists operations.")],
+    sizes: dict[str, Any],
+    platform: Annotated[
+        list[str] | None, typer.Option(help="Only xla, triton, pallas or cudnn; again for more. Default: all that can.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what your tuned file has.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
+) -> None:
+    """Measure configs here and keep the fastest in your tuned file.
+
+    For one call of the sizes given, or for the cases that `ejkernel bench` measures. What the file has is not measured
+    again, so that a run may be stopped and gone on with.
+    """
+    from ejkernel.ops.cache import unsaved, user_file
+    from ejkernel.ops.operation import PLATFORMS
+    from ejkernel.ops.target import target_of
+
+    if unknown := sorted({*(platform or ())} - {*PLATFORMS}):
+        raise typer.BadParameter(f"unknown platform {', '.join(unknown)}; known: {', '.join(PLATFORMS)}")
+    try:
+        work = _work(what, sizes, quick)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console, path = screen.console(), user_file(target_of(()).kind)
+    run = _Run(console, path, again)
+    try:
+        for one in work:
+            run.tune(one, platform or list(PLATFORMS))
+    finally:  # after Ctrl-C too
+        lost = bool(unsaved(path).entries)
+        where = f"could not be kept in {path}" if lost else f"kept in {path}"
+        console.print(
+            f"{run.tuned} tuned{f', {where}' if run.tuned else ''}", style="red" if lost else None, markup=False
+        )
+    if lost or run.failed or not (run.tuned or run.known):
+        raise typer.Exit(1)
+
+
+def _work(what: str, sizes: dict[str, Any], quick: bool) -> list[Work]:
+    """The calls asked for: of those sizes, or the cases of a benchmark, or else the sizes that are the default."""
+    import jax
+
+    family = families().get(what) or family_of(what)
+    operations = list(family.functions) if what == family.name else [what]
+    if sizes and what == family.name:
+        raise ValueError(f"sizes are those of one operation; {what} has {', '.join(operations)}")
+    if not sizes and family.benchmark is not None:
+        cases = [c for c in family.benchmark.cases(jax.default_backend(), quick) if {*operations} & {*c.operations}]
+        if cases:
+            return [_of_case(family, case, operations) for case in cases]
+    return [_of_sizes(family, operation, sizes) for operation in operations]
+
+
+def _of_case(family: Family, case: Any, operations: list[str]) -> Work:
+    """A case, on its own inputs."""
+    from ejkernel.bench.contenders import benchmark_of, explained
+
+    first, *alike = [name for name in case.operations if name in operations]
+
+    def run(platform: str) -> None:
+        arrays = benchmark_of(family).problem(case).arrays
+        family.function(first)(**case.arguments(arrays), platform=platform)
+
+    return Work(case.name, first, tuple(alike), run, lambda platform: explained(family, first, case, platform))
+
+
+def _of_sizes(family: Family, operation: str, sizes: dict[str, Any]) -> Work:
+    """A call on shapes alone, whose inputs the operation draws itself."""
+    import jax
+
+    from ejkernel.ops import explain
+
+    arguments, function = described(operation, sizes), family.function(operation)
+
+    def run(platform: str) -> None:
+        arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+        rest = {name: x for name, x in arguments.items() if name not in arrays}
+        jax.eval_shape(lambda given: function(**given, **rest, platform=platform), arrays)
+
+    name = " ".join(f"{name} {size}" for name, size in sizes.items()) or "default sizes"
+    return Work(name, operation, (), run, lambda platform: explain(function, **arguments, platform=platform))
+
+
+class _Run:
+    """A line for every call and platform, as they are measured and kept."""
+
+    def __init__(self, console: Console, path: Path, again: bool):
+        self.console, self.path, self.again = console, path, again
+        self.tuned = self.known = self.failed = 0
+        self.refused: set[str] = set()
+
+    def tune(self, work: Work, platforms: list[str]) -> None:
+        refusals = work.explain(None).refusals
+        for platform in platforms:
+            title = f"{work.operation}, {work.name}, {platform}"
+            if platform not in refusals:
+                self.console.print(f"{escape(title)}: {self._measured(work, platform)}")
+                continue
+            reason = f"not on {platform}: {'; '.join(refusals[platform])}"
+            if reason not in self.refused:  # once, however many calls it is for
+                self.refused.add(reason)
+                self.console.print(f"{title}: {reason}", markup=False)
+
+    def _measured(self, work: Work, platform: str) -> str:
+        from ejkernel.ops import autotune
+        from ejkernel.ops.cache import keep
+
+        try:
+            with autotune(again=self.again) as found:
+                work.run(platform)
+        except RuntimeError as error:
+            self.failed += 1
+            return f"[red]{escape(str(error))}[/]"
+        if not found:
+            self.known += 1
+            return "already tuned, --again measures it again"
+        (result,) = found
+        for operation in work.alike:
+            keep(result.entry(operation), self.path)
+        self.tuned += 1
+        return _verdict(result)
+
+
+def _verdict(result: "Tuned") -> str:
+    """What won against the default."""
+    best, configs = result.best, len(result.seconds) + len(result.failed)
+    took = sum(result.seconds[best])
+    told = f"{_microseconds(took)} with {best}, of {configs} configs"
+    if result.failed:
+        told += f", {len(result.failed)} of which failed"
+    if result.default not in result.seconds:
+        return f"[green]{escape(told)}[/]; the default failed: {escape(result.failed[result.default])}"
+    usual = sum(result.seconds[result.default])
+    if best == result.default:
+        return escape(f"{told}: the default is the fastest")
+    return f"[green]{escape(told)}[/], {usual / took:.2f} times as fast as the default ({_microseconds(usual)})"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us"

@@ -1,0 +1,135 @@
+"""`ejkernel tune`: what it measures, keeps, skips and says. Times are made up."""
+
+import dataclasses
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from ejkernel.cli.main import app
+from ejkernel.kernels.softmax import about, xla
+from ejkernel.kernels.softmax.about.cases import Case
+from ejkernel.ops import TunedConfigs, tuning
+from ejkernel.ops.cache import user_file
+
+FAST, SLOW = xla.Config(16, 16), xla.Config(8, 8)
+SIZES = ["--length", "32", "--heads", "2", "--dim", "8", "--dtype", "float32", "--causal"]
+CASES = [Case("dense", 1, T, 2, 2, 8, "causal", "float32") for T in (8, 32)]
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+
+
+def tune(*arguments):
+    result = CliRunner().invoke(app, ["tune", *arguments])
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The configs measured, in order: all but the fast one take 2 ms for both passes."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(xla, "search_space", lambda call: [SLOW, FAST])
+    changed = dataclasses.replace(about.FAMILY.benchmark, cases=lambda backend, quick: CASES[:1] if quick else CASES)
+    monkeypatch.setattr(about, "FAMILY", dataclasses.replace(about.FAMILY, benchmark=changed))
+    seen = []
+
+    def measure(operation, implementation, call, config, arrays):
+        seen.append((call["query"].shape[1], config))
+        return (0.0002, 0.0006) if config == FAST else (0.0005, 0.0015)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    return seen
+
+
+def kept():
+    return TunedConfigs.load(user_file("cpu")).entries
+
+
+def test_a_call_of_some_sizes(measured):
+    code, said = tune("flash_attention", *SIZES)
+    assert code == 0 and len(measured) == 3
+    assert f"800 us with {FAST}, of 3 configs, 2.50 times as fast as the default (2000 us)" in said
+    assert "cudnn: not on cudnn: needs an NVIDIA GPU" in said and said.endswith("tuned/cpu.json")
+    assert [*kept()] == ["flash_attention"]
+    (entry,) = kept()["flash_attention"].values()
+    assert entry["xla"]["config"] == dataclasses.asdict(FAST) and entry["xla"]["training"] == pytest.approx(600)
+
+
+def test_what_is_known_is_measured_on_request_only(measured):
+    tune("flash_attention", *SIZES)
+    code, said = tune("flash_attention", *SIZES)
+    assert code == 0 and "already tuned, --again measures it again" in said and len(measured) == 3
+    assert tune("flash_attention", *SIZES, "--again")[0] == 0 and len(measured) == 6
+
+
+def test_the_cases_of_a_family(measured):
+    """Kept for every operation that has these kernels."""
+    code, said = tune("softmax")
+    assert code == 0 and "2 tuned, kept in" in said and {T for T, _ in measured} == {8, 32}
+    assert said.count("not on cudnn") == 1
+    assert kept()["flash_attention"] == kept()["scaled_dot_product_attention"] and len(kept()["flash_attention"]) == 2
+
+
+def test_the_cases_of_an_operation(measured):
+    assert tune("scaled_dot_product_attention", "--quick")[0] == 0
+    assert [*kept()] == ["scaled_dot_product_attention"] and {T for T, _ in measured} == {8}
+
+
+def test_an_interrupt_keeps_what_was_done(measured, monkeypatch):
+    made_up = tuning._measure
+
+    def measure(operation, implementation, call, config, arrays):
+        if call["query"].shape[1] == 32:
+            raise KeyboardInterrupt
+        return made_up(operation, implementation, call, config, arrays)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    code, said = tune("flash_attention")
+    assert code == 130 and "1 tuned, kept in" in said
+    assert len(kept()["flash_attention"]) == 1
+    monkeypatch.setattr(tuning, "_measure", made_up)
+    code, said = tune("flash_attention")
+    assert code == 0 and said.count("already tuned") == 1 and len(kept()["flash_attention"]) == 2
+
+
+def test_the_default_may_be_the_fastest_or_fail(measured, monkeypatch):
+    monkeypatch.setattr(tuning, "_measure", lambda *a: (0.001,))
+    assert "the default is the fastest" in tune("flash_attention", *SIZES)[1]
+
+    def measure(operation, implementation, call, config, arrays):
+        if config != SLOW:
+            raise MemoryError("too large")
+        return (0.001,)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    code, said = tune("flash_attention", *SIZES, "--again")
+    assert code == 0 and "3 configs, 2 of which failed; the default failed: MemoryError: too large" in said
+
+    def broken(*arguments):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(tuning, "_measure", broken)
+    code, said = tune("flash_attention", *SIZES, "--again")
+    assert code == 1 and "no config of flash_attention on xla could be measured" in said
+
+
+@pytest.mark.filterwarnings("ignore:tuned configs could not be saved")
+def test_what_cannot_be_kept_is_said(measured, tmp_path):
+    user_file("cpu").parent.write_text("in the way")
+    code, said = tune("flash_attention", *SIZES)
+    assert code == 1 and "1 tuned, could not be kept in" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("flash_attention --platform cudnn", 1, "not on cudnn: needs an NVIDIA GPU"),
+        ("flash_attention --platform abacus", 2, "unknown platform abacus; known: xla"),
+        ("abacus", 2, "unknown operation 'abacus'; known: "),
+        ("softmax --length 32", 2, "sizes are those of one operation; softmax has flash_attention"),
+        ("flash_attention --chunk-size 4", 2, "flash_attention has no chunk_size"),
+    ],
+)
+def test_what_cannot_be_tuned(measured, command, code, message):
+    found, said = tune(*command.split())
+    assert found == code and message in said and not measured
