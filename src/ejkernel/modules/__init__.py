@@ -4,6 +4,7 @@ from ejkernel.modules.attention import attention
 from ejkernel.modules.blocksparse import blocksparse_attention
 from ejkernel.modules.cascade import cascade_attention
 from ejkernel.modules.decode import decode_attention, ragged_decode_attention
+from ejkernel.modules.dot_product import dot_product_attention
 from ejkernel.modules.flash import flash_attention
 from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
 from ejkernel.modules.mean_pooling import mean_pooling
@@ -15,6 +16,7 @@ __all__ = [
     "blocksparse_attention",
     "cascade_attention",
     "decode_attention",
+    "dot_product_attention",
     "flash_attention",
     "mean_pooling",
     "page_attention",

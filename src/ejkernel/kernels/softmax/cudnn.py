@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.softmax.spec import Spec, dimensions
+from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
 
 
@@ -19,14 +19,15 @@ def unsupported(call: Call) -> list[str]:
     spec: Spec = call.spec
     dims = dimensions(call)
     banded = spec.band.lo is not None or spec.band.hi is not None
+    hi = _causal(dims)
     head_dim = 256 if call.target.capability >= 90 else 128
     limits = {
         f"dtype {call['query'].dtype}: only bfloat16 and float16": call["query"].dtype == jnp.float32,
         f"head_dim {dims.D}: only multiples of 8 up to {head_dim}": dims.D % 8 != 0 or head_dim < dims.D,
         f"value head_dim {dims.Dv} != {dims.D}": dims.Dv != dims.D,
-        "causal or window with T != S: it aligns the starts, not the ends": banded and dims.T != dims.S,
-        f"band {tuple(spec.band)}: only causal, and windows to the left of it": banded and spec.band.hi != 0,
-        f"band {tuple(spec.band)}: keys must reach the query": spec.band.lo is not None and spec.band.lo > 0,
+        "causal or window with T != S: it aligns the starts, not the ends": banded and spec.band.hi == 0 != hi,
+        f"band {tuple(spec.band)}: only causal, and windows to the left of it": banded and spec.band.hi not in (0, hi),
+        f"band {tuple(spec.band)}: keys must reach the query": spec.band.lo is not None and spec.band.lo > hi,
         "a gradient of lse": spec.with_lse or spec.with_argmax,
         "chunks": spec.chunk is not None,
         "soft cap": spec.soft_cap is not None,
@@ -54,14 +55,20 @@ def search_space(call: Call) -> list[Config]:
     return []
 
 
-def _options(spec: Spec) -> dict[str, Any]:
+def _causal(dims: Dimensions) -> int:
+    """How far a query sees where it sees no later key than itself, the starts of queries and keys being aligned."""
+    return dims.T - dims.S
+
+
+def _options(call: Call) -> dict[str, Any]:
     """What forward and backward say alike; cuDNN counts the query's own position in the window."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
+    spec, hi = call.spec, _causal(dimensions(call))
     return {
         "scale": spec.scale,
-        "mask_type": fused.MaskType.CAUSAL if spec.band.hi == 0 else fused.MaskType.NO_MASK,
-        "sliding_window_length": None if spec.band.lo is None else 1 - spec.band.lo,
+        "mask_type": fused.MaskType.CAUSAL if spec.band.hi == hi else fused.MaskType.NO_MASK,
+        "sliding_window_length": None if spec.band.lo is None else hi + 1 - spec.band.lo,
     }
 
 
@@ -70,7 +77,7 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     qkv = call["query"], call["key"], call["value"]
-    results: Any = fused.dot_product_attention(*qkv, **_options(call.spec), return_residual=True)
+    results: Any = fused.dot_product_attention(*qkv, **_options(call), return_residual=True)
     outputs: dict[str, jax.Array] = {"out": results[0], "lse": results[1]}
     return outputs, outputs
 
@@ -89,7 +96,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         residuals["lse"],
         residuals["out"],
         cotangents["out"],
-        **_options(call.spec),
+        **_options(call),
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
