@@ -1,5 +1,8 @@
 """Triton from JAX: interpreted on a CPU, and compiled for GPUs that are not there, in one process."""
 
+import re
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from jax._src.lib import gpu_triton
 
 from ejkernel.bridge import TARGETS, collect_launches, compile_for, compile_launches, triton_call
 
@@ -98,6 +102,13 @@ def copy_kernel(p_x, p_out, BLOCK: tl.constexpr):
 def increment_kernel(p_x, step, p_out, BLOCK: tl.constexpr):
     o = tl.arange(0, BLOCK)
     tl.store(p_out + o, tl.load(p_x + o) + step)
+
+
+@triton.jit
+def accumulate_kernel(p_bias, p_old, step, scale, p_out, p_rest, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(p_out + o, scale * tl.load(p_out + o) + step)
+    tl.store(p_rest + o, o)
 
 
 @triton.jit
@@ -209,18 +220,19 @@ def test_unwritten_output_is_poisoned(dtype):
     assert np.isnan(rest).all() if dtype in FLOATS else (rest > 1e9).all()
 
 
+def accumulate(x):
+    outputs = struct(x), jax.ShapeDtypeStruct((8,), "int32")
+    options = {"grid": 1, "input_output_aliases": {1: 0}, "BLOCK": 8}
+    return triton_call(accumulate_kernel, None, x, 1.5, 1.0, out_shape=outputs, **options)
+
+
 def test_aliased_output_starts_as_the_input():
     x = jnp.arange(16.0)
     original = np.array(x)
-
-    @jax.jit
-    def step(x):
-        out = triton_call(increment_kernel, x, 1.5, out_shape=struct(x), grid=1, input_output_aliases={0: 0}, BLOCK=8)
-        return out, x
-
-    out, kept = step(x)
+    (out, rest), kept = jax.jit(lambda x: (accumulate(x), x))(x)
     np.testing.assert_array_equal(out[:8], original[:8] + 1.5)
     np.testing.assert_array_equal(out[8:], original[8:])
+    np.testing.assert_array_equal(rest, np.arange(8))
     np.testing.assert_array_equal(kept, original)
 
 
@@ -300,6 +312,58 @@ def test_launches_of_a_function_are_found_and_compiled():
 def test_unknown_target():
     with pytest.raises(ValueError, match="'sm_75' is unknown"):
         compile_for("sm_75", axpy_kernel, {}, {})
+
+
+class RecordedCall:
+    """A call of a kernel as jax-triton gives it to JAX."""
+
+    parameters: ClassVar[list] = []
+
+    def __init__(self, kernel, x, y, z, parameters):
+        self.parameters.append(parameters)
+
+    def to_proto(self, name, metadata):
+        return b""
+
+
+def lowered_for_a_gpu(function, x, monkeypatch):
+    """The program's custom call, and the parameters its kernel would be launched with; no GPU is asked."""
+    stand_ins = {
+        "get_compute_capability": lambda device: 90,
+        "get_serialized_metadata": None,
+        "create_array_parameter": lambda zeroed_bytes, alignment: "array",
+        "create_scalar_parameter": lambda value, type_: (value, type_),
+        "TritonKernel": lambda *_: None,
+        "TritonKernelCall": RecordedCall,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(gpu_triton, name, stand_in, raising=False)
+    monkeypatch.setattr(RecordedCall, "parameters", [])
+    text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @triton.*", text)
+    (parameters,) = RecordedCall.parameters
+    return call, parameters
+
+
+def test_jax_triton_is_given_pointers_and_scalars(monkeypatch):
+    """As JAX lowers it for a GPU, with any jax-triton."""
+    x = jax.ShapeDtypeStruct((16,), "float32")
+    call, parameters = lowered_for_a_gpu(lambda x: axpy(x, x), x, monkeypatch)
+    assert parameters == ["array", "array", (2.0, "fp32"), (16, "i32"), "array"]
+    assert "output_operand_alias<" not in call
+
+
+def test_jax_triton_is_given_aliases(monkeypatch):
+    """The first output starts as the input; jax-triton 0.3 wants a pointer to each, 0.4 one to both."""
+    x = jax.ShapeDtypeStruct((16,), "float32")
+    call, parameters = lowered_for_a_gpu(accumulate, x, monkeypatch)
+    # a scalar 1 is a constant
+    assert parameters == ["array", "array", (1.5, "fp32"), "array", "array"]
+    assert re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\]", call) == ["0"]
+    (operand,) = re.findall(r"operand_index = (\d+)", call)
+    operands = re.findall(r"%\w+", call.split(")")[0])
+    # the array itself, and no other operand is it
+    assert operands[int(operand)] == "%arg0" and operands.count("%arg0") == 1
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as base
@@ -83,7 +82,8 @@ def interpret_launch(launch: Launch, *arrays: jax.Array) -> tuple[np.ndarray, ..
     aliased = {output: operands[operand] for operand, output in launch.aliases}
     outputs = [aliased.get(i) or Memory(names[len(inputs) + i], s.shape, s.dtype) for i, s in enumerate(launch.outputs)]
     with np.errstate(all="ignore"), _patched() as call:
-        _run_grid(launch, call, [_as_tensor(x) for x in [*inputs, *outputs]])
+        given = [None if x in aliased.values() else x for x in inputs]
+        _run_grid(launch, call, [_as_tensor(x) for x in [*given, *outputs]])
     for memory in {*operands, *outputs}:
         memory.check_guards(kernel.__name__)
     for memory, original in zip(operands, originals, strict=True):
@@ -131,6 +131,17 @@ class Builder(base.InterpreterBuilder):
         # as compiled by default; overflow checks also forbid the wrapping arithmetic of hashes
         self.options = base.InterpreterOptions(sanitize_overflow=False)
 
+    # what follows the mask says how to cache, in one argument from Triton 3.9 on, in two before
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *_: Any) -> Any:
+        type_ = ptrs.get_element_ty()
+        wanted = _numpy_type(type_)
+        filled = np.zeros(ptrs.data.shape, wanted) if other is None else other.data
+        loaded = base._interpreter.load(ptrs.data, mask.data, _bits(filled), _bits_type(wanted))
+        return base.TensorHandle(loaded.view(wanted), type_)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *_: Any) -> Any:
+        return base._interpreter.store(ptrs.data, _bits(value.data), mask.data)
+
     def get_bf16(self, value: float) -> Any:
         return base.TensorHandle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
 
@@ -172,6 +183,15 @@ def _numpy_type(type_: Any) -> np.dtype:
     return _NUMPY_TYPES.get(element.name) or _triton_numpy_type(type_)
 
 
+def _bits_type(type_: np.dtype) -> np.dtype:
+    """What memory is read as: Triton 3.9 takes no types but numpy's own."""
+    return np.dtype(f"u{type_.itemsize}") if type_ in _NUMPY_TYPES.values() else type_
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(_bits_type(x.dtype))
+
+
 @contextmanager
 def _patched() -> Iterator[Callable[..., Any]]:
     """Patch `triton.language` for numpy; yields the function that calls a `@triton.jit` function."""
@@ -189,6 +209,7 @@ def _patched() -> Iterator[Callable[..., Any]]:
         scope = None
         try:
             ours.set_attr(base, "interpreter_builder", _BUILDER)
+            ours.set_attr(base, "interpreter_semantic", _SEMANTIC)
             ours.set_attr(base, "_get_np_dtype", _numpy_type)
             scope = base._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             ours.set_attr(JITFunction, "__call__", call)
@@ -226,7 +247,9 @@ def _counted(start: Any, stop: Any = None, step: Any = 1, **_: Any) -> Iterator[
 
 def _rewritten(function: JITFunction) -> Callable[..., Any]:
     """The function on numpy tensors. Its globals are a copy: Triton's rewriter would add its own to the module."""
-    namespace = {**function.get_capture_scope(), "interpreter_semantic": _SEMANTIC, "range": _counted}
+    # a constexpr times a tensor is a constexpr, from which Triton 3.9 makes no tensor
+    plain = {n: x.value if isinstance(x, tl.constexpr) else x for n, x in function.get_capture_scope().items()}
+    namespace = {**plain, "interpreter_semantic": _SEMANTIC, "range": _counted}
     if function.fn not in _CODE:
         _CODE[function.fn] = _compile(function)
     exec(_CODE[function.fn], namespace)
@@ -243,5 +266,7 @@ def _compile(function: JITFunction) -> types.CodeType:
     for argument in definition.args.args:
         argument.annotation = None
     definition.returns = None
-    ast.increment_lineno(ast.fix_missing_locations(tree), triton.runtime.jit.get_jit_fn_file_line(function)[1] - 1)
+    # `raw_src` starts at the decorators, `src` at the def
+    decorators = next(i for i, line in enumerate(function.raw_src) if line.lstrip().startswith("def "))
+    ast.increment_lineno(ast.fix_missing_locations(tree), function.starting_line_number + decorators - 1)
     return compile(tree, function.fn.__code__.co_filename, "exec")

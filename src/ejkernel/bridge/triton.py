@@ -5,8 +5,10 @@ Being a primitive, a launch shows in the jaxpr, which is how `collect_launches` 
 """
 
 import enum
+import inspect
 import numbers
 import os
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,11 +96,11 @@ def triton_call(
         arguments: the kernel's leading parameters in order. Arrays become pointers to contiguous row-major memory.
             Python and numpy scalars are passed by value (int32 or int64, float32; a bool becomes an int).
             None becomes a pointer that must not be read: tell the kernel by a constexpr flag, not by `is None`.
+            So does an aliased array.
         out_shape: a `ShapeDtypeStruct`, or a sequence of them. An output starts out undefined, unless aliased.
         grid: program counts, or a function of the constexprs that gives them. An empty grid launches nothing
             and gives zeros.
-        input_output_aliases: position in `arguments` to output index. The output starts with the input's contents,
-            and both pointers address it.
+        input_output_aliases: position in `arguments` to output index. The output starts with the input's contents.
         constexprs: every other parameter of the kernel, none missing and none unknown.
 
     Has neither a derivative nor a batching rule: operations bring their own.
@@ -207,32 +209,46 @@ def _interpreted(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
     return jax.pure_callback(partial(interpret_launch, launch), launch.outputs, *arrays)
 
 
+# said, because Triton changes its default in 3.10
+_FUSED = {"enable_fp_fusion": True}
+
+
 def _compiled(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
+    call = _jax_triton().triton_call
     aliased = {operand for operand, _ in launch.aliases}
     # any pointer will do for an absent array; one that is aliased would be copied first
     absent = next((x for i, x in enumerate(arrays) if i not in aliased), jnp.zeros(16, jnp.int8))
-    arguments = launch.fill(arrays, absent)
-    return _jax_triton().triton_call(
-        # a Python float would reach the kernel as float64
-        *(np.float32(a) if isinstance(a, float) else a for a in arguments),
-        kernel=launch.kernel,
-        out_shape=launch.outputs,
-        grid=launch.grid,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        input_output_aliases=dict(_aliases_after_fill(launch)),
+    options = {
+        "kernel": launch.kernel,
+        "grid": launch.grid,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
         **dict(launch.constexprs),
-    )
+    }
+    if "out_type" not in inspect.signature(call).parameters:  # jax-triton 0.3
+        # a Python float would reach the kernel as float64
+        arguments = [np.float32(a) if isinstance(a, float) else a for a in launch.fill(arrays, absent)]
+        options |= {"out_shape": launch.outputs, "input_output_aliases": dict(_aliases_after_fill(launch)), **_FUSED}
+        return call(*arguments, **options)
+    # jax-triton 0.4 gives an aliased output no pointer of its own: the array is passed for the output's parameter
+    arguments = launch.fill([absent if i in aliased else x for i, x in enumerate(arrays)], absent)
+    names = launch.kernel.arg_names[len(arguments) :]
+    options |= {names[output]: arrays[operand] for operand, output in launch.aliases}
+    aliases = {len(arguments) + n: output for n, output in enumerate(sorted(output for _, output in launch.aliases))}
+    options |= {"out_type": launch.outputs, "input_output_aliases": aliases, "backend_options": _FUSED}
+    # in favour of refs, which cannot be lowered here
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return call(*arguments, **options)
 
 
 def _aliases_after_fill(launch: Launch) -> list[tuple[int, int]]:
-    """Aliases by operand of jax-triton, for which an absent array is an operand too."""
+    """Aliases by operand of jax-triton 0.3, for which an absent array is an operand too."""
     operands = [i for i, slot in enumerate(s for s in launch.arguments if isinstance(s, Slot)) if slot is Slot.ARRAY]
     return [(operands[operand], output) for operand, output in launch.aliases]
 
 
 def _jax_triton() -> ModuleType:
-    """jax-triton; importing it blanks TRITON_CACHE_DIR, which is put back."""
+    """jax-triton; importing it blanks (0.3) or removes (0.4) TRITON_CACHE_DIR, which is put back."""
     kept = os.environ.get("TRITON_CACHE_DIR")
     try:
         import jax_triton

@@ -1,5 +1,6 @@
 """cuDNN's fused attention, through JAX's own calls, for exactly the calls it can do."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ def _options(call: Call) -> dict[str, Any]:
 
 
 def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    # jax.nn.dot_product_attention calls this too, but rounds the lse it returns to the inputs' dtype (0.10 and 0.11)
+    # jax.nn.dot_product_attention calls this too, but rounds the lse it returns to the inputs' dtype (0.10 to 0.12)
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     qkv = call["query"], call["key"], call["value"]
@@ -83,11 +84,14 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
 
 
 def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
-    # JAX has no public call for the backward alone (0.10 and 0.11); through jax.vjp the forward would run twice.
+    # JAX has no public call for the backward alone (0.10 to 0.12); through jax.vjp the forward would run twice.
     # No flag for determinism here: XLA overwrites force_deterministic with what the program's options say
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     none = jnp.zeros(0, call["query"].dtype)
+    # JAX 0.12 asks for a function of the scores
+    wanted = inspect.signature(fused._dot_product_attention_bwd_impl).parameters
+    unmodified = {"score_mod": None} if "score_mod" in wanted else {}
     gradients = fused._dot_product_attention_bwd_p_wrapper.bind(
         call["query"],
         call["key"],
@@ -101,5 +105,6 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         dropout_rate=0.0,
         variadic_args=(False, False),
         layout=fused.AttentionLayout.BTNH.value,
+        **unmodified,
     )
     return dict(zip(("query", "key", "value"), gradients, strict=True))

@@ -22,8 +22,9 @@ WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
 COL = WGMMA.reduce(0)
 
-# JAX 0.10 wants an index for `load`, JAX 0.11 deprecates it.
-_LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
+# JAX 0.10 wants an index for `load`, JAX 0.11 deprecates it, JAX 0.12 has none
+_index = inspect.signature(plgpu.load).parameters.get("idx")
+_LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Parameter.empty else ()
 
 
 @dataclass(frozen=True)
