@@ -19,8 +19,7 @@ from ejkernel.cli.verify import Outcome, platforms_for
 from ejkernel.kernels.pooling import about as pooling
 from ejkernel.kernels.softmax import about as softmax
 from ejkernel.kernels.softmax.about.checks import attention
-from ejkernel.ops import get_operation, list_operations
-from ejkernel.ops.operation import PLATFORMS
+from ejkernel.ops import PLATFORMS, get_operation, list_operations
 
 ROOT = Path(__file__).resolve().parents[2]
 

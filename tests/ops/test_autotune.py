@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.paged.spec import dimensions
 from ejkernel.kernels.softmax import xla
 from ejkernel.kernels.softmax.operations import bucket
 from ejkernel.kernels.softmax.spec import canonicalise
-from ejkernel.modules import flash_attention
-from ejkernel.ops import TunedConfigs, autotune, explain, tuning
+from ejkernel.modules import flash_attention, page_attention
+from ejkernel.ops import TunedConfigs, autotune, explain, get_operation, list_operations, tuning
 from ejkernel.ops.cache import user_file
 
 Q = jnp.ones((1, 32, 2, 8))
@@ -25,7 +26,7 @@ FAST, SLOW, DEFAULT = xla.Config(16, 16), xla.Config(8, 8), xla.default_config(c
 def measured(monkeypatch, tmp_path):
     """Three candidates whose times are made up; the configs measured, in order."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(xla, "search_space", lambda call: [SLOW, FAST, SLOW])
+    monkeypatch.setattr(xla.IMPLEMENTATION, "search_space", lambda call: [SLOW, FAST, SLOW])
     seen = []
 
     def measure(operation, implementation, call, config, arrays):
@@ -163,7 +164,7 @@ def test_progress_is_shown_when_asked(measured, progress, capsys):
 def test_for_real(compiled, monkeypatch, tmp_path):
     """Two candidates, truly measured, forward and backward; inside jit on random arrays."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(xla, "search_space", lambda call: [xla.Config(16, 16)])
+    monkeypatch.setattr(xla.IMPLEMENTATION, "search_space", lambda call: [xla.Config(16, 16)])
     monkeypatch.setattr(tuning, "REPEATS", 1)
 
     def run(q):
@@ -181,3 +182,38 @@ def test_median_seconds_repeats():
     calls = []
     assert tuning.median_seconds(lambda: calls.append(1), repeats=3) >= 0
     assert len(calls) == 4  # one to warm up
+
+
+@pytest.mark.parametrize("name", [name for name in list_operations() if name != "decayed_sum"])
+def test_an_example_is_a_full_and_legal_call(name):
+    """Zeros for lengths would tune attention over nothing."""
+    operation = get_operation(name)
+    for call in operation.probes().values():
+        drawn = operation.example(call)
+        assert {n: x.shape for n, x in drawn.items()} == {n: x.shape for n, x in call.arrays.items()}
+        assert all(x.dtype == call[n].dtype for n, x in drawn.items())
+        if "context_lens" in drawn:
+            dims = dimensions(call)
+            assert (drawn["context_lens"] == dims.S).all()
+        if "block_tables" in drawn:
+            pages = call["kv_pages" if "kv_pages" in call else "key_pages"].shape[1]
+            assert (drawn["block_tables"] >= 0).all() and (drawn["block_tables"] < pages).all()
+        if "query_start" in drawn:
+            assert drawn["query_start"][0, -1] == dims.T and (drawn["num_seqs"] == dims.N).all()
+        if "cu_seqlens" in drawn:
+            assert drawn["cu_seqlens"][0, -1] == call["x"].shape[1]
+
+
+def test_inside_jit_an_example_is_measured(measured, monkeypatch):
+    seen = []
+
+    def measure(operation, implementation, call, config, arrays):
+        seen.append(arrays)
+        return (1e-6,)
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+    cache, table = jnp.ones((8, 16, 2, 16)), jnp.zeros((2, 3), jnp.int32)
+    with autotune(save=False, progress=False):
+        jax.jit(page_attention)(jnp.ones((2, 4, 16)), cache, cache, jnp.array([20, 0]), table)
+    assert seen[0]["context_lens"].tolist() == [[48, 48]]
+    assert seen[0]["block_tables"].tolist() == [[[0, 1, 2], [3, 4, 5]]]

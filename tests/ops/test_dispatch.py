@@ -9,10 +9,15 @@ from ejkernel import ops
 from ejkernel.kernels.softmax import xla
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
-from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
-from ejkernel.ops import Target, explain, interpret, interpreting
+from ejkernel.modules import (
+    attention,
+    blocksparse_attention,
+    cascade_attention,
+    flash_attention,
+    scaled_dot_product_attention,
+)
+from ejkernel.ops import PLATFORMS, Operation, Target, explain, get_operation, interpret, interpreting
 from ejkernel.ops.dispatch import choose
-from ejkernel.ops.operation import PLATFORMS, get_operation
 
 Q = jnp.ones((1, 32, 2, 16))
 SHAPE = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.bfloat16)
@@ -46,7 +51,7 @@ def test_explain_takes_shapes_alone():
 
 
 def test_explain_computes_nothing(monkeypatch):
-    monkeypatch.setattr(xla, "forward", None)
+    monkeypatch.setattr(xla.IMPLEMENTATION, "forward", None)
     assert explain(flash_attention, Q, Q, Q).platform == "xla"
 
 
@@ -188,3 +193,42 @@ def test_an_implementation_has_six_names(name):
     config = implementation.default_config(call)
     assert isinstance(config, implementation.Config) and hash(config) is not None
     assert all(isinstance(c, implementation.Config) for c in implementation.search_space(call))
+
+
+def test_a_platform_that_does_not_import_is_a_refusal(monkeypatch):
+    """A version of JAX that is not known here may break a module in any way; the other platforms go on."""
+
+    def broken(self, platform, backend):
+        if platform == "pallas":
+            raise KeyError("idx")
+        return load(self, platform, backend)
+
+    load = Operation.load
+    monkeypatch.setattr(Operation, "load", broken)
+    _, told = choose(FLASH_ATTENTION, call_on(H200), None, None)
+    assert told.platform not in (None, "pallas")
+    assert told.refusals["pallas"] == ["it cannot be imported: KeyError: 'idx'"]
+
+
+def test_a_forced_platform_gives_every_reason():
+    told = explain(flash_attention, Q, Q, Q, logits_soft_cap=3.0, dropout_prob=0.5, dropout_seed=0, platform="cudnn")
+    device, *others = told.refusals["cudnn"]
+    assert "needs an NVIDIA GPU" in device
+    assert any("soft cap" in reason for reason in others) and any("dropout" in reason for reason in others)
+    with pytest.raises(NotImplementedError, match=r"(?s)needs an NVIDIA GPU.*on an NVIDIA GPU: dropout"):
+        flash_attention(Q, Q, Q, dropout_prob=0.5, dropout_seed=0, platform="pallas")
+
+
+def test_explain_of_a_function_that_makes_two_calls():
+    cache, lens, table = jnp.ones((8, 16, 2, 64)), jnp.array([40, 35]), jnp.array([[3, 1, 2], [3, 1, 7]])
+    told = explain(cascade_attention, jnp.ones((2, 4, 64)), cache, cache, lens, table, 32)
+    assert (told.operation, told.platform) == ("cascade_attention", "xla")
+    assert [part.operation for part in told.parts] == ["prefill_page_attention", "page_attention"]
+    assert all(part.platform == "xla" and part.config is not None for part in told.parts)
+    text = str(told)
+    assert "cascade_attention on cpu: xla (2 calls)" in text and "  page_attention on cpu: xla" in text
+
+
+def test_explain_of_attention():
+    told = explain(attention, Q, Q, Q)
+    assert str(told) == "attention on cpu: xla (its definition: the matrix of weights is an output)"

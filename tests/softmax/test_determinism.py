@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from ejkernel.modules import flash_attention
+from ejkernel.ops import deterministic
 from harness import cotangents_for, with_gradients
 from harness.softmax import Case, call_case, check_refusal, refusals, segments
 
@@ -38,3 +40,21 @@ def test_ten_runs_give_the_same_bits(case, platform):
         again = jax.device_get(program(arrays, cotangents))
         for (path, x), y in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(again), strict=True):
             assert x.tobytes() == y.tobytes(), f"run {run}: {np.sum(x != y)} entries of {jax.tree_util.keystr(path)}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_auto_repeats_on_request(D):
+    case = replace(PLAIN, B=4, T=2000, H=16, D=D, options={"causal": True})
+
+    def attend(arrays):
+        return {"out": flash_attention(**arrays, causal=True)}
+
+    with deterministic():
+        program, arrays = with_gradients(attend), case.arrays()
+        cotangents = cotangents_for(attend, arrays, case.dtype)
+        runs = [jax.device_get(program(arrays, cotangents)) for _ in range(RUNS)]
+    for run in runs[1:]:
+        assert all(
+            x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(run), strict=True)
+        )

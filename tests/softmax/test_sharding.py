@@ -251,7 +251,7 @@ def test_arrays_that_jit_splits(mesh):
 ERRORS = {
     "length": ((P(None, "tp"),) * 3, ValueError, "split dimension T over .*ring_attention splits lengths"),
     "head-dim": ((P(None, None, None, "tp"),) * 3, ValueError, "split dimension D over"),
-    "heads-apart": ((BATCH_AND_HEADS, P("dp"), P("dp")), ValueError, "key heads over .* must be split alike"),
+    "heads-apart": ((BATCH_AND_HEADS, P("dp"), P("dp")), ValueError, "Hkv over .* must be split alike"),
     "disagree": ((P("dp"), P("tp"), P("dp")), ValueError, "in_specs disagree on dimension B"),
     "unknown-axis": ((P("pp"),) * 3, ValueError, "mesh axis 'pp'; the mesh has"),
     "too-many": ((P(),) * 4, ValueError, "in_specs has 4 entries for 3 arrays"),

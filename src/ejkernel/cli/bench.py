@@ -168,7 +168,7 @@ def _matching(pattern: str | None) -> Callable[[str], bool]:
 def _contenders(family: "Family", backend: str, options: Options) -> "tuple[list[Contender], dict[str, str]]":
     """Those asked for that are here, and why the others are not."""
     from ejkernel.bench.contenders import all_contenders
-    from ejkernel.ops.operation import PLATFORMS
+    from ejkernel.ops import PLATFORMS
 
     everybody = all_contenders(family, backend, options.platform)
     peers = [c.key for c in everybody if c.platform is None]

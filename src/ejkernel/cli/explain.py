@@ -34,7 +34,7 @@ def explain(
 
 
 def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
-    from ejkernel.ops.operation import PLATFORMS
+    from ejkernel.ops import PLATFORMS
 
     if answer.platform is None:
         asked = f"platform {forced!r} cannot do this call" if forced not in (None, "auto") else "no platform can do it"

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 import ejkernel
-from ejkernel.ops import get_operation, list_operations
+from ejkernel.ops import PLATFORMS, get_operation, list_operations
 from ejkernel.ops.cache import shipped_file, user_file
 from ejkernel.ops.dispatch import refusals
-from ejkernel.ops.operation import PLATFORMS
 from ejkernel.ops.target import describe_device, target_of
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")

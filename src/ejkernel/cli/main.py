@@ -57,8 +57,7 @@ def verify(
 
     from ejkernel.cli.verify import platforms_for
     from ejkernel.cli.verify import verify as outcomes_of
-    from ejkernel.ops import list_operations
-    from ejkernel.ops.operation import PLATFORMS
+    from ejkernel.ops import PLATFORMS, list_operations
 
     console = screen.console()
     unknown = sorted(set(operations or ()) - set(list_operations()))

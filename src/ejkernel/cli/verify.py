@@ -11,8 +11,7 @@ import numpy as np
 from ejkernel.about.answers import Error, Truth
 from ejkernel.about.family import Arrays, Check
 from ejkernel.cli.families import family_of
-from ejkernel.ops import explain
-from ejkernel.ops.operation import PLATFORMS
+from ejkernel.ops import PLATFORMS, explain
 from ejkernel.ops.tuning import median_seconds
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.paged.cascade import parts_of, together
 from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION
-from ejkernel.ops import run
+from ejkernel.ops import run_parts
 
 
 def cascade_attention(
@@ -66,6 +66,6 @@ def cascade_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    shared = run(PREFILL_PAGE_ATTENTION, prefix, platform=platform, cfg=cfg)
-    own = run(PAGE_ATTENTION, rest, platform=platform, cfg=cfg)
+    calls = (PREFILL_PAGE_ATTENTION, prefix), (PAGE_ATTENTION, rest)
+    shared, own = run_parts("cascade_attention", calls, platform=platform, cfg=cfg)
     return together(rest, shared, own, query.shape)

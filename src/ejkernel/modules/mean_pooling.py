@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.common.batch import unfolded
-from ejkernel.kernels.pooling.spec import MEAN_POOLING, canonicalise
+from ejkernel.kernels.pooling.operations import MEAN_POOLING
+from ejkernel.kernels.pooling.spec import canonicalise
 from ejkernel.ops import run
 
 

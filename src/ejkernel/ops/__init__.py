@@ -2,30 +2,40 @@
 
 from ejkernel.ops.cache import TunedConfigs
 from ejkernel.ops.config import use_config
-from ejkernel.ops.dispatch import Explanation, explain, interpret, interpreting, run
-from ejkernel.ops.operation import Call, Dims, Implementation, Operation, get_operation, list_operations
+from ejkernel.ops.dispatch import run, run_parts, say_it_has_no_kernel
+from ejkernel.ops.explanation import Explanation, explain
+from ejkernel.ops.operation import Call, Dims, Implementation, Operation, Splits
+from ejkernel.ops.platforms import PLATFORMS
+from ejkernel.ops.registry import get_operation, list_operations, register_families
+from ejkernel.ops.settings import deterministic, interpret, interpreting
 from ejkernel.ops.sharding import Shards
 from ejkernel.ops.support import support_table
 from ejkernel.ops.target import Target, device_kind
 from ejkernel.ops.tuning import autotune
 
 __all__ = [
+    "PLATFORMS",
     "Call",
     "Dims",
     "Explanation",
     "Implementation",
     "Operation",
     "Shards",
+    "Splits",
     "Target",
     "TunedConfigs",
     "autotune",
+    "deterministic",
     "device_kind",
     "explain",
     "get_operation",
     "interpret",
     "interpreting",
     "list_operations",
+    "register_families",
     "run",
+    "run_parts",
+    "say_it_has_no_kernel",
     "support_table",
     "use_config",
 ]

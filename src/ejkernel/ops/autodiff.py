@@ -1,8 +1,11 @@
 """The one place where a forward meets its backward."""
 
 from functools import partial
+from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
 from ejkernel.ops.empty import allow_empty, allow_empty_gradient
@@ -13,8 +16,7 @@ from ejkernel.ops.sharding import among
 def _call(plan: Plan, arrays: Arrays) -> Call:
     """The call as it will run: vmap may have made its batch larger than the one the plan was chosen for."""
     call = plan.call(arrays)
-    check = getattr(plan.implementation, "unsupported_config", None)
-    if check is not None and (reasons := check(call, plan.config)):
+    if reasons := plan.implementation.unsupported_config(call, plan.config):
         raise NotImplementedError(
             f"{plan.operation.name}: with the batch of {batch_size(arrays)} that vmap makes, {'; '.join(reasons)}. "
             f"Map over smaller parts (jax.lax.map with batch_size=), or give another platform"
@@ -23,42 +25,79 @@ def _call(plan: Plan, arrays: Arrays) -> Call:
 
 
 # compiled here, so that calls outside jit share programs too: a plan is hashable and says all that is static
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
-    def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
+def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """Outputs, and the residuals that a backward needs; `execute` is differentiable, this is not."""
+
+    def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
         with among(arrays):
             return plan.implementation.forward(_call(plan, arrays), plan.config)
 
     whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
-    return fold_forward(allow_empty(forward), whole)(arrays)
+    return fold_forward(allow_empty(one), whole)(arrays)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-    def backward(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
+def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
+    """Gradients by array name, from the cotangents of those outputs that have one."""
+
+    def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         with among((arrays, residuals, cotangents)):
+            assert plan.implementation.backward is not None
             return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 
-    trained = [name for name, dims in plan.operation.arrays.items() if dims.grad]
-    return fold_backward(allow_empty_gradient(backward, trained))(arrays, residuals, cotangents)
+    trained = frozenset(name for name, dims in plan.operation.arrays.items() if dims.grad)
+    return fold_backward(allow_empty_gradient(one, trained), trained)(arrays, residuals, cotangents)
+
+
+def _differentiated_again(plan: Plan, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"{plan.operation.name} can be differentiated once, in reverse: it has no second derivative (jax.hessian, "
+        "grad of grad) and no forward mode"
+    )
+
+
+forward.defjvp(_differentiated_again)
+backward.defjvp(_differentiated_again)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _execute(plan: Plan, arrays: Arrays) -> Arrays:
+    return _named(forward(plan, arrays)[0])
+
+
+# outside jit, a shard_map has no symbolic zeros (0.10 to 0.12)
+@partial(jax.jit, static_argnums=0)
 def execute(plan: Plan, arrays: Arrays) -> Arrays:
     """Run a plan: differentiable in the arrays the operation declares, and vmap-able in all."""
-    return _forward(plan, arrays)[0]
+    return _execute(plan, arrays)
 
 
-def _execute_fwd(plan: Plan, arrays: Arrays):
-    outputs, residuals = _forward(plan, arrays)
-    return outputs, (arrays, residuals)
+def _named(arrays: Arrays) -> Arrays:
+    """Under names that a policy of jax.checkpoint may keep: `ejkernel_out`, `ejkernel_lse`."""
+    return {name: checkpoint_name(x, f"ejkernel_{name}") for name, x in arrays.items()}
 
 
-def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays], cotangents: Arrays):
+def _execute_fwd(plan: Plan, primals: Any):
+    arrays = {name: primal.value for name, primal in primals.items()}
+    outputs, residuals = forward(plan, arrays)
+    outputs = _named(outputs)
+    # what is an output too is kept once
+    kept = {name: outputs.get(name, x) for name, x in _named(residuals).items()}
+    return outputs, (arrays, kept)
+
+
+def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays], cotangents: dict[str, Any]):
     arrays, residuals = saved
-    floats = {name: ct for name, ct in cotangents.items() if ct.dtype != jax.dtypes.float0}
-    gradients = _backward(plan.gradient or plan, arrays, residuals, floats)
+    given = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
+    given = {name: ct for name, ct in given.items() if ct.dtype != jax.dtypes.float0}
+    if given and plan.no_gradient is not None:
+        raise NotImplementedError(f"{plan.operation.name} cannot be differentiated: {plan.no_gradient}")
+    gradients = backward(plan.gradient or plan, arrays, residuals, given) if given else {}
     return ({name: gradients.get(name) for name in arrays},)
 
 
-execute.defvjp(_execute_fwd, _execute_bwd)
+# JAX has symbolic zeros or optimize_remat, not both; residuals are outputs here, so the latter would save nothing
+_execute.defvjp(_execute_fwd, _execute_bwd, symbolic_zeros=True)

@@ -46,20 +46,24 @@ def fold_forward(function: Callable[[Any], Any], whole: frozenset[str]) -> Calla
     return wrapped
 
 
-def fold_backward(function: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """A function (arrays, residuals, cotangents) -> gradients by array name."""
+def fold_backward(function: Callable[[Any, Any, Any], Any], trained: frozenset[str]) -> Callable[[Any, Any, Any], Any]:
+    """A function (arrays, residuals, cotangents) -> gradients by array name.
+
+    Arrays named in `trained` get a gradient for every mapped call, so their broadcast rows are expanded; no others'.
+    """
     wrapped = jax.custom_batching.custom_vmap(function)
 
     @wrapped.def_vmap
     @split_vmap
     def rule(axis_size, in_batched, *groups):  # pyright: ignore[reportUnusedFunction]
         B = max(batch_size(group, mapped) for group, mapped in zip(groups, in_batched, strict=True) if group)
-        folded = [
-            {name: _fold(x, mapped[name], axis_size, B, expand=True) for name, x in group.items()}
-            for group, mapped in zip(groups, in_batched, strict=True)
-        ]
-        gradients = wrapped(*folded)
         arrays, mapped = groups[0], in_batched[0]
+        folded = {name: _fold(x, mapped[name], axis_size, B, name in trained) for name, x in arrays.items()}
+        others = [
+            {name: _fold(x, mapped[name], axis_size, B, expand=True) for name, x in group.items()}
+            for group, mapped in zip(groups[1:], in_batched[1:], strict=True)
+        ]
+        gradients = wrapped(folded, *others)
         unfolded = {
             name: _unfold(x, axis_size, B, arrays[name].shape[1 if mapped[name] else 0])
             for name, x in gradients.items()

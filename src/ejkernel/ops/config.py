@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ejkernel.ops.cache import TunedConfigs, shipped_file, unsaved, user_file
-from ejkernel.ops.operation import Call, Operation, get_operation
+from ejkernel.ops.operation import Call, Implementation, Operation
+from ejkernel.ops.registry import get_operation
 from ejkernel.ops.target import Target
 
 USERS = "the user's tuned file"
@@ -83,7 +84,7 @@ def check_config(cfg: Any) -> None:
         raise TypeError(f"cfg={cfg!r} must be a platform's Config or a dict of its fields")
 
 
-def build_config(implementation: Any, cfg: Any, platform: str) -> Any:
+def build_config(implementation: Implementation, cfg: Any, platform: str) -> Any:
     """A platform's Config from a Config or a dict of its fields."""
     if isinstance(cfg, implementation.Config):
         return cfg
@@ -103,7 +104,9 @@ def overridden(operation: Operation) -> bool:
     return operation.name in _OVERRIDES.get()
 
 
-def given_config(operation: Operation, implementation: Any, platform: str, cfg: Any) -> tuple[Any, str] | None:
+def given_config(
+    operation: Operation, implementation: Implementation, platform: str, cfg: Any
+) -> tuple[Any, str] | None:
     """The config the caller asked for, by `cfg=` or `use_config`, and which of them."""
     if cfg is UNGIVEN:
         return None
@@ -115,7 +118,9 @@ def given_config(operation: Operation, implementation: Any, platform: str, cfg: 
     return None
 
 
-def choose_config(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> tuple[Any, str]:
+def choose_config(
+    operation: Operation, implementation: Implementation, platform: str, call: Call, cfg: Any
+) -> tuple[Any, str]:
     """The config and where it came from."""
     given = given_config(operation, implementation, platform, cfg)
     if given is not None:
@@ -131,6 +136,6 @@ def choose_config(operation: Operation, implementation: Any, platform: str, call
                 warnings.warn(f"{source}: the config of {entry} is unusable and passed over: {error}", stacklevel=2)
                 continue
             # tuned for another length of the same bucket, it may not fit this one
-            if not getattr(implementation, "unsupported_config", lambda call, config: [])(call, config):
+            if not implementation.unsupported_config(call, config):
                 return config, source
     return implementation.default_config(call), "default"

@@ -1,180 +1,105 @@
 """run(): from a canonical call to the implementation that does it, and the reasons why others would not."""
 
-import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
-
-import jax
 
 from ejkernel.ops import config as configs
 from ejkernel.ops import tuning
 from ejkernel.ops.autodiff import execute
-from ejkernel.ops.operation import PLATFORMS, Arrays, Call, Operation, Plan
+from ejkernel.ops.explanation import Explanation, answer, explaining, together
+from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
+from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
+from ejkernel.ops.settings import interpreting, is_deterministic, xla_is_deterministic
 from ejkernel.ops.sharding import Shards, run_sharded, typed_specs
-from ejkernel.ops.target import Target, target_of
-
-_INTERPRETING: ContextVar[bool] = ContextVar("ejkernel_interpreting", default=False)
-_EXPLAINING: ContextVar[bool] = ContextVar("ejkernel_explaining", default=False)
+from ejkernel.ops.target import target_of
 
 
-@contextmanager
-def interpret() -> Iterator[None]:
-    """Run GPU and TPU kernels in their interpreters on the CPU, for calls made (or traced) inside.
-
-    `platform="triton"` runs in Triton's interpreter, `platform="pallas"` in Pallas's TPU interpreter.
-
-    >>> import jax.numpy as jnp
-    >>> from ejkernel.modules import mean_pooling
-    >>> from ejkernel.ops import interpret
-    >>> with interpret():
-    ...     mean_pooling(jnp.ones((1, 8, 1, 4)), chunk_size=4, platform="triton").shape
-    (1, 2, 1, 4)
-    """
-    token = _INTERPRETING.set(True)
+def _loaded(operation: Operation, platform: str, backend: str) -> Implementation | str:
+    """The implementation, or why its module does not load."""
     try:
-        yield
-    finally:
-        _INTERPRETING.reset(token)
+        return operation.load(platform, backend)
+    except Exception as error:  # whatever a version of JAX or Triton that is not known here raises
+        return f"it cannot be imported: {type(error).__name__}: {error}"
 
 
-def interpreting() -> bool:
-    """Whether `interpret()` is active."""
-    return _INTERPRETING.get()
+def _implementation(operation: Operation, platform: str, call: Call) -> Implementation:
+    return operation.load(platform, PLATFORMS[platform].backend(call.target))
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What would run, with which config, and why the other platforms would not.
+def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None, *, thorough: bool = False) -> list[str]:
+    """Why a platform cannot do a call; empty when it can.
 
-    `gradient` says the same of its gradient, where that is another platform's or one was passed over for it.
+    Where the hardware or a package is missing that is reason enough, unless `thorough` asks for all others too.
     """
-
-    operation: str
-    target: Target
-    platform: str | None
-    config: Any
-    config_source: str | None
-    reason: str
-    refusals: dict[str, list[str]]
-    gradient: "Explanation | None" = None
-
-    @property
-    def avoided(self) -> dict[str, list[str]]:
-        """Platforms that could do the call, and why they are not taken for its gradient."""
-        refused = {} if self.gradient is None else self.gradient.refusals
-        return {platform: reasons for platform, reasons in refused.items() if platform not in self.refusals}
-
-    def __str__(self) -> str:
-        lines = [f"{self.operation} on {self.target.kind}: {self.platform or 'nothing can run this'} ({self.reason})"]
-        if self.platform is not None:
-            lines.append(f"  config: {self.config} (from {self.config_source})")
-        if (other := self.gradient) is not None:
-            lines.append(f"  its gradient: {other.platform} ({other.reason})")
-            lines.append(f"  config: {other.config} (from {other.config_source})")
-        for platform, reasons in self.refusals.items():
-            lines += [f"  not {platform}: {reason}" for reason in reasons]
-        lines += [f"  not {p} for the gradient: {reason}" for p, reasons in self.avoided.items() for reason in reasons]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-class _Explained(Exception):
-    def __init__(self, explanation: Explanation):
-        self.explanation = explanation
-
-
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What a call of a public function would run: platform, config, and every other platform's refusal.
-
-    Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s.
-
-    >>> import jax
-    >>> from ejkernel import explain
-    >>> from ejkernel.modules import flash_attention
-    >>> q = jax.ShapeDtypeStruct((1, 128, 8, 64), "float32")
-    >>> explain(flash_attention, q, q, q, causal=True).platform
-    'xla'
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    dynamic = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-
-    def traced(structs: list[Any]) -> None:
-        given = iter(structs)
-        merged = [next(given) if is_struct else leaf for leaf, is_struct in zip(leaves, dynamic, strict=True)]
-        args, kwargs = jax.tree.unflatten(tree, merged)
-        function(*args, **kwargs)
-
-    token = _EXPLAINING.set(True)
-    try:
-        jax.eval_shape(traced, [leaf for leaf, is_struct in zip(leaves, dynamic, strict=True) if is_struct])
-    except _Explained as answer:
-        return answer.explanation
-    finally:
-        _EXPLAINING.reset(token)
-    raise TypeError(f"{getattr(function, '__name__', function)} is not an operation of ejkernel")
-
-
-_NEEDS = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("gpu", "tpu"), "xla": ("cpu", "gpu", "tpu")}
-# the backend whose kernels an interpreter runs on the CPU
-_INTERPRETED = {"triton": "gpu", "pallas": "tpu"}
-_PACKAGES = {"triton": ("triton", "cuda")}
-
-
-def _emulated_backend(platform: str, target: Target) -> str:
-    """The backend whose kernels a platform would run: an interpreter stands in for the absent one."""
-    return _INTERPRETED.get(platform, "cpu") if target.interpreted else target.backend
-
-
-def _hardware_refusals(operation: Operation, platform: str, backend: str) -> list[str]:
-    needs = _NEEDS[platform]
-    if backend not in needs:
-        wanted = " or ".join({"gpu": "an NVIDIA GPU", "tpu": "a TPU", "cpu": "a CPU"}[b] for b in needs)
-        interpretable = platform in _INTERPRETED and operation.path(platform, _INTERPRETED[platform]) is not None
-        hint = "; `ejkernel.ops.interpret()` runs it in an interpreter" if interpretable else ""
-        return [f"needs {wanted}, this call is for {backend}{hint}"]
-    if platform in _PACKAGES:
-        package, extra = _PACKAGES[platform]
-        if importlib.util.find_spec(package) is None:
-            return [f"the package {package} is not installed (pip install 'ejkernel[{extra}]')"]
-    return []
-
-
-def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None) -> list[str]:
-    """Every reason why a platform cannot do a call; empty when it can."""
+    row = PLATFORMS[platform]
     if platform not in operation.implementations:
         return [f"{operation.name} has no {platform} implementation"]
-    backend = _emulated_backend(platform, call.target)
-    if reasons := _hardware_refusals(operation, platform, backend):
+    backend = row.backend(call.target)
+    if backend not in row.backends:
+        interpretable = row.interpreter is not None and operation.path(platform, row.interpreter) is not None
+        hint = "; `ejkernel.ops.interpret()` runs it in an interpreter" if interpretable else ""
+        reasons = [f"needs {row.needs}, this call is for {backend}{hint}"]
+        return reasons + (_refusals_elsewhere(operation, platform, call) if thorough else [])
+    if reasons := row.missing():
         return reasons
     if operation.path(platform, backend) is None:
         return [f"{operation.name} has no {platform} implementation for {backend}"]
-    implementation = operation.load(platform, backend)
+    implementation = _loaded(operation, platform, backend)
+    if isinstance(implementation, str):
+        return [implementation]
     reasons = implementation.unsupported(call)
     if cfg is not None and not isinstance(cfg, dict | implementation.Config):
         return [*reasons, f"cfg is a {type(cfg).__module__}.{type(cfg).__name__}, not its Config"]
     return reasons + _config_refusals(operation, implementation, platform, call, cfg)
 
 
-def _config_refusals(operation: Operation, implementation: Any, platform: str, call: Call, cfg: Any) -> list[str]:
-    """Why a config that the caller gave does not fit the call; a platform without the question takes any."""
-    check = getattr(implementation, "unsupported_config", None)
-    if check is None:
-        return []
+def _refusals_elsewhere(operation: Operation, platform: str, call: Call) -> list[str]:
+    """What a platform would say of a call where it runs."""
+    row = PLATFORMS[platform]
+    if reasons := row.missing():
+        return reasons
+    backends = [backend for backend in row.backends if operation.path(platform, backend) is not None]
+    found = []
+    for backend in backends:
+        implementation = _loaded(operation, platform, backend)
+        known = isinstance(implementation, Implementation)
+        reasons = implementation.unsupported(call.on(TYPICAL[backend])) if known else [str(implementation)]
+        where = f"on {DEVICES[backend]}: " if len(backends) > 1 else ""
+        found += [where + reason for reason in reasons]
+    return found
+
+
+def _config_refusals(
+    operation: Operation, implementation: Implementation, platform: str, call: Call, cfg: Any
+) -> list[str]:
+    """Why a config that the caller gave does not fit the call."""
     try:
         given = configs.given_config(operation, implementation, platform, cfg)
     except (TypeError, ValueError):
         return []  # not a config at all: if this platform is chosen, building it says so
-    return [] if given is None else check(call, given[0])
+    return [] if given is None else implementation.unsupported_config(call, given[0])
 
 
-def _against_gradient(operation: Operation, platform: str, call: Call) -> list[str]:
-    """What keeps auto from the backward of a platform that has one."""
-    implementation = operation.load(platform, _emulated_backend(platform, call.target))
-    return getattr(implementation, "against_gradient", lambda call: [])(call)
+def _changes_bits(implementation: Implementation) -> bool:
+    """Whether its backward would differ between runs where that is not wanted."""
+    repeats = implementation.deterministic or (implementation.deterministic_by_xla and xla_is_deterministic())
+    return is_deterministic() and not repeats
+
+
+def _against_gradient(operation: Operation, platform: str, call: Call, times: dict[str, float]) -> list[str]:
+    """What keeps a platform that can do the forward from also doing the backward, of any platform's forward."""
+    implementation = _implementation(operation, platform, call)
+    measured = f"; measured {times[platform]:.0f} us" if platform in times else ""
+    limits = {
+        "it has no backward": implementation.backward is None,
+        "its backward needs its own forward": not implementation.shared_residuals,
+        # where XLA makes it repeat, it is no longer what was measured
+        f"its gradients differ between runs, and the same bits are asked for{measured}": (
+            is_deterministic() and not implementation.deterministic
+        ),
+    }
+    return [reason for reason, holds in limits.items() if holds]
 
 
 def _candidates(operation: Operation, call: Call, gradient: bool) -> tuple[list[str], str]:
@@ -198,21 +123,50 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
         raise ValueError(f"platform {platform!r} is unknown; use None, 'auto', {', '.join(map(repr, PLATFORMS))}")
     if cfg is not None:
         configs.check_config(cfg)
-    refused = {p: refusals(operation, p, call, cfg) for p in PLATFORMS}
+    refused = {p: refusals(operation, p, call, cfg, thorough=p == platform) for p in PLATFORMS}
     if platform not in (None, "auto"):
-        return _choose_from([str(platform)], "forced by platform=", operation, call, cfg, refused)
-    plan, explanation = _choose_from(*_candidates(operation, call, gradient=False), operation, call, cfg, refused)
-    if plan is None or not operation.differentiable:
+        order, reason = [str(platform)], "forced by platform="
+    else:
+        order, reason = _candidates(operation, call, gradient=False)
+    plan, explanation = _choose_from(order, reason, operation, call, cfg, refused)
+    if plan is None:
         return plan, explanation
-    avoided = {p: reasons or _against_gradient(operation, p, call) for p, reasons in refused.items()}
+    if not operation.differentiable:
+        return replace(plan, no_gradient=operation.no_gradient), explanation
+    if platform in (None, "auto"):
+        return _with_gradient(plan, explanation, operation, call, cfg, refused)
+    reasons = _own_gradient_refusals(plan.implementation)
+    return replace(plan, no_gradient="; ".join(reasons) or None), explanation
+
+
+def _own_gradient_refusals(implementation: Implementation) -> list[str]:
+    """Why a forward cannot be followed by the backward of the same platform."""
+    limits = {
+        "it has no backward": implementation.backward is None,
+        "its gradients differ between runs, and the same bits are asked for": _changes_bits(implementation),
+    }
+    return [reason for reason, holds in limits.items() if holds]
+
+
+def _with_gradient(
+    plan: Plan, explanation: Explanation, operation: Operation, call: Call, cfg: Any, refused: dict[str, list[str]]
+) -> tuple[Plan, Explanation]:
+    """A plan of auto with the backward that suits it best, which may be another platform's."""
+    chosen, own = str(explanation.platform), _own_gradient_refusals(plan.implementation)
+    if not plan.implementation.shared_residuals:
+        return replace(plan, no_gradient="; ".join(own) or None), explanation
     if cfg is not None or configs.overridden(operation):  # for one platform
-        if not avoided[str(explanation.platform)]:
+        if not own:
             return plan, explanation
         cfg = configs.UNGIVEN
+    _, times = configs.measured_times(operation, call, True)
+    avoided = {p: reasons or _against_gradient(operation, p, call, times) for p, reasons in refused.items()}
     gradient, why = _choose_from(*_candidates(operation, call, gradient=True), operation, call, cfg, avoided)
-    if gradient is None or (why.platform == explanation.platform and why.refusals == explanation.refusals):
+    if gradient is None:
+        return replace(plan, no_gradient="; ".join(own)), replace(explanation, gradient=why)
+    if why.platform == chosen and why.refusals == explanation.refusals:
         return plan, explanation
-    other = None if why.platform == explanation.platform else gradient
+    other = None if why.platform == chosen else gradient
     return replace(plan, gradient=other), replace(explanation, gradient=why)
 
 
@@ -224,9 +178,9 @@ def _choose_from(
     refused = {p: reasons for p, reasons in refused.items() if reasons}
     if chosen is None:
         return None, Explanation(operation.name, call.target, None, None, None, reason, refused)
-    implementation = operation.load(chosen, _emulated_backend(chosen, call.target))
+    implementation = _implementation(operation, chosen, call)
     config, source = configs.choose_config(operation, implementation, chosen, call, cfg)
-    if source not in ("cfg=", "use_config") and tuning.active() and not _EXPLAINING.get():
+    if source not in ("cfg=", "use_config") and tuning.active() and not explaining():
         config, source = tuning.tune(operation, implementation, chosen, call), "autotune"
     plan = Plan(operation, implementation, config, call.spec, call.target)
     return plan, Explanation(operation.name, call.target, chosen, config, source, reason, refused)
@@ -242,6 +196,20 @@ def _refuse(operation: Operation, explanation: Explanation, platform: str | None
     return NotImplementedError("\n".join(lines))
 
 
+def plan(operation: Operation, call: Call, platform: str | None = None, cfg: Any = None) -> Plan:
+    """How a call, whose target is settled, would run; `forward` and `backward` of `ops.autodiff` run it in halves."""
+    chosen, explanation = choose(operation, call, platform, cfg)
+    if chosen is None:
+        raise _refuse(operation, explanation, platform)
+    return chosen
+
+
+def settled(call: Call, shards: Shards | None = None) -> Call:
+    """The call with the device it is for."""
+    target = target_of(call.arrays.values(), None if shards is None else shards.mesh)
+    return call.on(replace(target, interpreted=interpreting() and target.backend == "cpu"))
+
+
 def run(
     operation: Operation,
     call: Call,
@@ -252,8 +220,7 @@ def run(
 ) -> Arrays:
     """Run a canonical call and return its outputs by name."""
     shards = Shards() if shards is None else shards
-    target = target_of(call.arrays.values(), shards.mesh)
-    call = call.on(replace(target, interpreted=interpreting() and target.backend == "cpu"))
+    call = settled(call, shards)
     if shards.in_specs is not None or typed_specs(call):
         return run_sharded(operation, call, shards, lambda local: run_here(operation, local, platform, cfg))
     return run_here(operation, call, platform, cfg)
@@ -261,9 +228,21 @@ def run(
 
 def run_here(operation: Operation, call: Call, platform: str | None, cfg: Any) -> Arrays:
     """Run a call whose target is settled, on the arrays as they are."""
-    plan, explanation = choose(operation, call, platform, cfg)
-    if _EXPLAINING.get():
-        raise _Explained(explanation)
-    if plan is None:
-        raise _refuse(operation, explanation, platform)
-    return execute(plan, call.arrays)
+    if explaining():
+        answer(choose(operation, call, platform, cfg)[1])
+    return execute(plan(operation, call, platform, cfg), call.arrays)
+
+
+def run_parts(
+    name: str, parts: Sequence[tuple[Operation, Call]], *, platform: str | None = None, cfg: Any = None
+) -> list[Arrays]:
+    """Run the calls of a public function that makes several; `name` is the function's."""
+    if explaining():
+        answer(together(name, [choose(operation, settled(call), platform, cfg)[1] for operation, call in parts]))
+    return [run(operation, call, platform=platform, cfg=cfg) for operation, call in parts]
+
+
+def say_it_has_no_kernel(name: str, arrays: Arrays, why: str) -> None:
+    """For `explain`: a public function that is plain XLA on every device."""
+    if explaining():
+        answer(Explanation(name, target_of(arrays.values()), "xla", None, None, why, {}))

@@ -3,13 +3,13 @@
 import importlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops.target import Target
-
-PLATFORMS = ("xla", "triton", "pallas", "cudnn")
 
 Arrays = dict[str, jax.Array]
 
@@ -28,6 +28,21 @@ class Dims:
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.names.split())
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Which dimensions of an operation may be split over devices.
+
+    Attributes:
+        free: letters whose parts never meet: every device computes its own.
+        tied: pairs of letters that are split alike, unless the second has size 1 and is whole.
+        otherwise: for letters that may not be split, what to do instead.
+    """
+
+    free: tuple[str, ...] = ("B",)
+    tied: tuple[tuple[str, str], ...] = ()
+    otherwise: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,26 +67,56 @@ class Call:
         return replace(self, target=target)
 
 
-class Implementation(Protocol):
-    """The six names of a platform file.
+def _takes_any_config(call: Call, config: Any) -> list[str]:
+    return []
 
-    The residuals of an operation are the same arrays on every platform, so that one's backward may follow another's
-    forward. A seventh name, `unsupported_config(call, config) -> list[str]`, is for platforms where a config may not
-    fit the device; an eighth, `against_gradient(call) -> list[str]`, for a backward that auto must not take, though
-    one may force it.
+
+@dataclass(eq=False)
+class Implementation:
+    """How one platform does an operation. A platform's file makes one, called `IMPLEMENTATION`.
+
+    Attributes:
+        Config: a frozen dataclass that checks itself.
+        unsupported: every reason why a call cannot be done; empty when it can.
+        default_config: the config of a call that nobody tuned.
+        search_space: configs worth measuring for a call.
+        forward: `(call, config)` to outputs and residuals, both by name.
+        backward: `(call, residuals, cotangents, config)` to gradients by array name; the cotangent of an output that
+            nobody differentiates is absent. None where there is no gradient.
+        unsupported_config: every reason why a config does not fit a call.
+        shared_residuals: whether the residuals are those that the operation's other platforms leave and take, so that
+            another's backward may follow this forward, and this backward another's forward. If not, what they are may
+            depend on the config, and its own backward follows with the same one.
+        deterministic: whether the backward gives the same bits every run.
+        deterministic_by_xla: whether it does so at least with XLA's `--xla_gpu_deterministic_ops`.
     """
 
     Config: type
-
-    def unsupported(self, call: Call) -> list[str]: ...
-    def default_config(self, call: Call) -> Any: ...
-    def search_space(self, call: Call) -> list[Any]: ...
-    def forward(self, call: Call, config: Any) -> tuple[Arrays, Arrays]: ...
-    def backward(self, call: Call, residuals: Arrays, cotangents: Arrays, config: Any) -> Arrays: ...
+    unsupported: Callable[[Call], list[str]]
+    default_config: Callable[[Call], Any]
+    search_space: Callable[[Call], list[Any]]
+    forward: Callable[[Call, Any], tuple[Arrays, Arrays]]
+    backward: Callable[[Call, Arrays, Arrays, Any], Arrays] | None = None
+    unsupported_config: Callable[[Call, Any], list[str]] = _takes_any_config
+    shared_residuals: bool = True
+    deterministic: bool = True
+    deterministic_by_xla: bool = False
 
 
 def _no_probes() -> dict[str, Call]:
     return {}
+
+
+def random_arrays(call: Call) -> Arrays:
+    """Normal numbers, True and zeros in the shapes of a call: an example of one whose integers may be zero."""
+    rng = np.random.default_rng(0)
+
+    def one(x: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
+        return jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)
+
+    return {name: one(x) for name, x in call.arrays.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +127,13 @@ class Operation:
         name: the public function's name.
         arrays: dimension letters of every array the canonical call may hold.
         outputs: dimension letters of every output.
-        implementations: platform to module path; `pallas` may map a backend to a path. Loaded on first use.
+        implementations: platform to module path; a platform may map a backend to a path. Loaded on first use.
         preference: backend to platforms, best first, where no measurement says otherwise.
         bucket: the shape bucket a call is tuned under.
+        splits: which dimensions may be split over devices.
+        example: arrays like those of a call whose values are unknown, for tuning: a full one, with legal indices.
         probes: one small call per feature, for the generated support table.
+        no_gradient: of an operation none of whose arrays has one, what to do instead.
     """
 
     name: str
@@ -94,10 +142,10 @@ class Operation:
     implementations: Mapping[str, str | Mapping[str, str]]
     preference: Mapping[str, tuple[str, ...]]
     bucket: Callable[[Call], str]
+    splits: Splits = Splits()
+    example: Callable[[Call], Arrays] = random_arrays
     probes: Callable[[], dict[str, Call]] = _no_probes
-
-    def __post_init__(self) -> None:
-        _OPERATIONS[self.name] = self
+    no_gradient: str = "it has no gradient"
 
     def path(self, platform: str, backend: str) -> str | None:
         """Module path of the implementation for a platform on a backend."""
@@ -112,46 +160,23 @@ class Operation:
         path = self.path(platform, backend)
         if path is None:
             raise KeyError(f"{self.name} has no {platform} implementation for {backend}")
-        return importlib.import_module(path)  # pyright: ignore[reportReturnType]
-
-
-_OPERATIONS: dict[str, Operation] = {}
-
-
-def list_operations() -> list[str]:
-    """Names of all public operations.
-
-    >>> from ejkernel.ops import list_operations
-    >>> "flash_attention" in list_operations()
-    True
-    """
-    importlib.import_module("ejkernel.modules")
-    return sorted(_OPERATIONS)
-
-
-def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operation:
-    """The operation behind an `Operation`, its name, or its public function."""
-    if isinstance(operation, Operation):
-        return operation
-    name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
-    if name not in list_operations():
-        raise ValueError(f"unknown operation {name!r}; known: {', '.join(list_operations())}")
-    return _OPERATIONS[name]
+        return importlib.import_module(path).IMPLEMENTATION
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything static about one execution: hashable, so that it can key traces.
 
-    `gradient` is the plan of the backward, where that is another platform's.
+    `gradient` is the plan of the backward, where that is another platform's; `no_gradient` says why there is none.
     """
 
     operation: Operation
-    implementation: Any
+    implementation: Implementation
     config: Hashable
     spec: Hashable
     target: Target
     gradient: "Plan | None" = None
+    no_gradient: str | None = None
 
     def call(self, arrays: Arrays) -> Call:
         return Call(self.spec, arrays, self.target)

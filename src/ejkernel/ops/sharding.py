@@ -18,8 +18,6 @@ from ejkernel.ops.operation import Arrays, Call, Operation
 
 Axes = tuple[str, ...]
 
-# dimensions that may be split without devices talking to each other
-_FREE = ("B", "N", "H", "Hkv")
 # what errors call the specs, by whether they are those of types
 _SOURCE = {False: "in_specs", True: "the shardings of the arrays"}
 
@@ -105,9 +103,10 @@ def _axes_by_dimension(
                     f"{_SOURCE[typed]} disagree on dimension {letter}: {found[letter]} and {axes} (in {name})"
                 )
     sizes = _sizes(operation, call)
-    for heads, others in (("Hkv", "H"), ("H", "Hkv")):
-        if heads not in found and sizes.get(heads, 1) > 1:
-            found[heads] = found.get(others, ())
+    for pair in operation.splits.tied:
+        for letter, other in (pair, pair[::-1]):
+            if letter not in found and sizes.get(letter, 1) > 1:
+                found[letter] = found.get(other, ())
     return found
 
 
@@ -118,21 +117,23 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh 
             if axis not in mesh.shape:
                 raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
         parts = _parts(axes, mesh)
-        if parts > 1 and letter not in _FREE:
+        if parts > 1 and letter not in operation.splits.free:
+            instead = operation.splits.otherwise.get(letter)
             raise ValueError(
-                f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over batch "
-                "and heads; ring_attention splits lengths"
+                f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over "
+                f"{', '.join(operation.splits.free)}{'' if instead is None else f'; {instead}'}"
             )
         if sizes[letter] % parts:
             raise ValueError(
                 f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices"
             )
-    split_alike = found.get("H", ()) == found.get("Hkv", ())
-    if "Hkv" in sizes and not split_alike and not (sizes["Hkv"] == 1 and not found.get("Hkv")):
-        raise ValueError(
-            f"query heads are split over {found.get('H', ())} and key heads over {found.get('Hkv', ())}; "
-            f"with {sizes['Hkv']} key heads they must be split alike"
-        )
+    for one, other in operation.splits.tied:
+        alike = found.get(one, ()) == found.get(other, ())
+        if other in sizes and not alike and not (sizes[other] == 1 and not found.get(other)):
+            raise ValueError(
+                f"dimension {one} is split over {found.get(one, ())} and {other} over {found.get(other, ())}; "
+                f"with {other} of size {sizes[other]} they must be split alike"
+            )
 
 
 def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axes]) -> PartitionSpec:

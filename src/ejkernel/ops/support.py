@@ -3,17 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
-from ejkernel.ops.operation import Operation, get_operation
-from ejkernel.ops.target import Target
+from ejkernel.ops.operation import Operation
+from ejkernel.ops.platforms import PLATFORMS, TYPICAL
+from ejkernel.ops.registry import get_operation
 
-# what a column of the table stands for: platform, backend, and a typical device
-COLUMNS = {
-    "xla": ("xla", Target("cpu", "cpu", "cpu")),
-    "triton": ("triton", Target("gpu", "nvidia_h200", "sm_90")),
-    "pallas (Hopper)": ("pallas", Target("gpu", "nvidia_h200", "sm_90")),
-    "pallas (TPU)": ("pallas", Target("tpu", "tpu_v5_lite", "tpu")),
-    "cudnn": ("cudnn", Target("gpu", "nvidia_h200", "sm_90")),
-}
+_SHORT = {"cpu": "CPU", "gpu": "Hopper", "tpu": "TPU"}
+
+
+def _columns(operation: Operation) -> dict[str, tuple[str, str]]:
+    """Platform and backend by title; one program of several backends, as XLA's, is one column."""
+    found = {}
+    for name, row in PLATFORMS.items():
+        entry = operation.implementations.get(name, {})
+        if isinstance(entry, str):
+            found[name] = (name, row.backends[0])
+        else:
+            found |= {f"{name} ({_SHORT[b]})": (name, b) for b in row.backends if b in entry}
+    return found
 
 
 def support_table(operation: Operation | str | Callable[..., Any]) -> str:
@@ -24,12 +30,12 @@ def support_table(operation: Operation | str | Callable[..., Any]) -> str:
     True
     """
     operation = get_operation(operation)
-    columns = {c: p for c, p in COLUMNS.items() if operation.path(p[0], p[1].backend) is not None}
+    columns = _columns(operation)
     rows = ["| feature | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
     for feature, call in operation.probes().items():
         cells = []
-        for platform, target in columns.values():
-            reasons = operation.load(platform, target.backend).unsupported(call.on(target))
+        for platform, backend in columns.values():
+            reasons = operation.load(platform, backend).unsupported(call.on(TYPICAL[backend]))
             cells.append("yes" if not reasons else "no: " + "; ".join(reasons))
         rows.append(f"| {feature} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

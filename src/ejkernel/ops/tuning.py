@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import core as jax_core
 
 from ejkernel.ops.cache import TunedConfigs, keep, user_file
@@ -66,7 +65,7 @@ def autotune(*, save: bool = True, progress: bool = True, again: bool = True) ->
     The winner is used at once and, with `save`, written to the user's tuned file for later runs;
     where that cannot be written, a warning says so and the winner serves this process. Without `again`, what that file
     has is used as it is. The list that `as` names grows by what was measured.
-    Inside jit the arrays' values are unknown, so random ones of the same shapes are measured.
+    Inside jit the arrays' values are unknown, so an example of the operation in the same shapes is measured.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import flash_attention
@@ -89,18 +88,11 @@ def active() -> bool:
     return _SESSION.get() is not None
 
 
-def _concrete(arrays: Arrays) -> Arrays:
-    """The arrays themselves, or random ones where they are being traced."""
-    rng = np.random.default_rng(0)
-
-    def one(x: Any) -> jax.Array:
-        if not isinstance(x, jax_core.Tracer):
-            return x
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
-        return jnp.ones(x.shape, x.dtype) if x.dtype == jnp.bool_ else jnp.zeros(x.shape, x.dtype)
-
-    return {name: one(x) for name, x in arrays.items()}
+def _concrete(operation: Operation, call: Call) -> Arrays:
+    """The arrays of a call, or those of an example where one of them is being traced."""
+    if any(isinstance(x, jax_core.Tracer) for x in call.arrays.values()):
+        return operation.example(call)
+    return call.arrays
 
 
 def median_seconds(function: Any, *args: Any, repeats: int = REPEATS) -> float:
@@ -159,7 +151,7 @@ def _search(operation: Operation, implementation: Any, platform: str, call: Call
     """Measure every candidate; `RuntimeError` where none can be."""
     default = implementation.default_config(call)
     candidates = list(dict.fromkeys([default, *implementation.search_space(call)]))
-    arrays = _concrete(call.arrays)
+    arrays = _concrete(operation, call)
     seconds: dict[Any, tuple[float, ...]] = {}
     failed: dict[Any, str] = {}
     for config in _tracked(candidates, f"tuning {operation.name} on {platform}", progress):

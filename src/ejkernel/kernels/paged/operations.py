@@ -5,17 +5,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.paged.calls import decode_call, page_call, prefill_call, ragged_decode_call, ragged_page_call
 from ejkernel.kernels.paged.spec import (
     ARRAYS,
     BY_SEQUENCE,
     CONTIGUOUS,
+    NO_GRADIENT,
     OUTPUTS,
     OUTPUTS_BY_SEQUENCE,
     dimensions,
 )
-from ejkernel.ops import Call, Operation
+from ejkernel.ops import Call, Operation, Splits
+from ejkernel.ops.operation import Arrays, random_arrays
 
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.paged.xla",
@@ -97,10 +100,51 @@ def probes() -> dict[str, Call]:
     }
 
 
-_family = partial(Operation, implementations=IMPLEMENTATIONS, preference=PREFERENCE, bucket=bucket, probes=probes)
+def example(call: Call) -> Arrays:
+    """A call like this one whose sequences are as long as the table allows, on pages of their own where there are
+    enough; queries are dealt out evenly.
+    """
+    dims, arrays = dimensions(call), random_arrays(call)
+    pages = call["kv_pages" if "kv_pages" in call else "key_pages"].shape[1]
+
+    def filled(name: str, values: Any) -> Arrays:
+        x = call.get(name)
+        return {} if x is None else {name: jnp.broadcast_to(jnp.asarray(values, x.dtype), x.shape)}
+
+    table = call.get("block_tables")
+    ids = 0 if table is None else np.arange(np.prod(table.shape[1:])).reshape(table.shape[1:]) % pages
+    return (
+        arrays
+        | filled("context_lens", dims.S)
+        | filled("block_tables", ids)
+        | filled("query_start", np.linspace(0, dims.T, dims.N + 1).astype(np.int32))
+        | filled("num_seqs", dims.N)
+        | filled("k_scale", 1.0)
+        | filled("v_scale", 1.0)
+    )
+
+
+_family = partial(
+    Operation,
+    implementations=IMPLEMENTATIONS,
+    preference=PREFERENCE,
+    bucket=bucket,
+    splits=Splits(free=("B", "N", "H", "Hkv"), tied=(("H", "Hkv"),)),
+    example=example,
+    probes=probes,
+    no_gradient=NO_GRADIENT,
+)
 
 PAGE_ATTENTION = _family(name="page_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE)
 RAGGED_PAGE_ATTENTION = _family(name="ragged_page_attention", arrays=ARRAYS, outputs=OUTPUTS)
 PREFILL_PAGE_ATTENTION = _family(name="prefill_page_attention", arrays=ARRAYS, outputs=OUTPUTS)
 DECODE_ATTENTION = _family(name="decode_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE)
 RAGGED_DECODE_ATTENTION = _family(name="ragged_decode_attention", arrays=CONTIGUOUS, outputs=OUTPUTS_BY_SEQUENCE)
+
+OPERATIONS = (
+    PAGE_ATTENTION,
+    RAGGED_PAGE_ATTENTION,
+    PREFILL_PAGE_ATTENTION,
+    DECODE_ATTENTION,
+    RAGGED_DECODE_ATTENTION,
+)

@@ -32,11 +32,9 @@ from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES,
 from ejkernel.kernels.common.tiles import online_finish
 from ejkernel.kernels.paged.merge import finished_part, merge
 from ejkernel.kernels.paged.pallas_tpu_kernel import Blocks, Kernel, Rows, divided
-from ejkernel.kernels.paged.spec import Dimensions, Spec, backward, dimensions, sequences
-from ejkernel.ops import Call
+from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions, sequences
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
-
-__all__ = ["Config", "backward", "default_config", "forward", "search_space", "unsupported", "unsupported_config"]
 
 
 @dataclass(frozen=True)
@@ -349,3 +347,8 @@ def cost(call: Call) -> pl.CostEstimate:
         transcendentals=pairs,
         bytes_accessed=dims.B * dims.N * dims.S * token + (query.size + written) * query.dtype.itemsize,
     )
+
+
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, unsupported_config=unsupported_config
+)

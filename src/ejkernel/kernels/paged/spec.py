@@ -19,7 +19,7 @@ those in jax.numpy, and `page_ids` for the table), for another pass over them wo
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,11 @@ from ejkernel.kernels.softmax.spec import FLOATS, sink_logits, window_band
 from ejkernel.ops import Call, Dims, Shards, checks
 
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+NO_GRADIENT = (
+    "attention over a cache is for inference and has no gradient: train with flash_attention on keys and values, "
+    "or put jax.lax.stop_gradient around the arguments"
+)
 
 ARRAYS = {
     "query": Dims("B T H D", broadcasts=False),
@@ -422,14 +427,6 @@ def by_row(call: Call, function: Callable[[dict[str, jax.Array]], Any]) -> Any:
     axes = {name: 0 if x.shape[0] == B else None for name, x in call.arrays.items()}
     arrays = {name: x if axes[name] == 0 else x[0] for name, x in call.arrays.items()}
     return jax.vmap(function, in_axes=(axes,))(arrays)
-
-
-def backward(call: Call, residuals: Any, cotangents: Any, config: Any) -> NoReturn:
-    """There is none: a cache holds numbers, not the computation that made them."""
-    raise NotImplementedError(
-        "attention over a cache is for inference and has no gradient: train with flash_attention on keys and values, "
-        "or put jax.lax.stop_gradient around the arguments"
-    )
 
 
 # After the kernel, and many devices -------------------------------------------------------------------------

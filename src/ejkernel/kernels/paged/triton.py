@@ -10,10 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.paged.spec import Dimensions, Spec, backward, dimensions
-from ejkernel.ops import Call
-
-__all__ = ["Config", "backward", "default_config", "forward", "search_space", "unsupported"]
+from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions
+from ejkernel.ops import Call, Implementation
 
 # query rows that a program of the decode kernel may hold: tokens times the query heads of a key head
 MOST_ROWS = 128
@@ -338,3 +336,6 @@ def _decode(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shape
         merge_kernel, dims.B * dims.N * dims.Hkv * rows, shapes, 4, 1, old, BS=_power_of_two(splits), CHUNK=chunk,
         **sizes, **given,
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward)

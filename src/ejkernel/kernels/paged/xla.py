@@ -26,17 +26,14 @@ from ejkernel.kernels.paged.merge import merge, with_sinks
 from ejkernel.kernels.paged.spec import (
     Dimensions,
     Spec,
-    backward,
     by_row,
     dimensions,
     page_ids,
     read_pages,
     sequences,
 )
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.sharding import varying_like
-
-__all__ = ["Config", "backward", "default_config", "forward", "search_space", "unsupported"]
 
 
 @dataclass(frozen=True)
@@ -228,3 +225,6 @@ def _walk(
     last = tiles.steps.max()
     loop = varying_like((jnp.int32(0), start), (arrays, last))
     return lax.while_loop(lambda loop: loop[0] < last, body, loop)[1]
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward)

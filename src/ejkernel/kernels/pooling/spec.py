@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.batch import folded
-from ejkernel.ops import Call, Dims, Operation
+from ejkernel.ops import Call
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -111,30 +111,3 @@ def _packed_token_rows(cu: jax.Array, token: np.ndarray, chunk_size: int) -> jax
 def batch(call: Call) -> int:
     """The batch of a call, any of whose arrays may hold one broadcast row."""
     return max(x.shape[0] for x in call.arrays.values())
-
-
-def bucket(call: Call) -> str:
-    """Tuned under the chunk and the width of a token; the length only decides how many programs there are."""
-    _, _, H, D = call["x"].shape
-    width = 1 << (H * D - 1).bit_length()
-    return f"{call['x'].dtype.name}/chunk{call.spec.chunk_size}/width{width}"
-
-
-def probes() -> dict[str, Call]:
-    """One small call per feature."""
-    x = jnp.zeros((1, 8, 1, 4))
-    return {
-        "whole sequences": canonicalise(x, chunk_size=4),
-        "packed sequences (`cu_seqlens`)": canonicalise(x, np.array([0, 3, 8]), chunk_size=4),
-    }
-
-
-MEAN_POOLING = Operation(
-    name="mean_pooling",
-    arrays={"x": Dims("B T H D", grad=True, broadcasts=False), "cu_seqlens": Dims("B N")},
-    outputs={"out": "B R H D"},
-    implementations={"xla": "ejkernel.kernels.pooling.xla", "triton": "ejkernel.kernels.pooling.triton"},
-    preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)},
-    bucket=bucket,
-    probes=probes,
-)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ejkernel.bridge import triton_call
 from ejkernel.kernels.pooling.spec import batch, row_bounds, token_rows
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
 
@@ -157,3 +157,6 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
         BLOCK_W=config.block_w,
     )
     return {"x": dx}
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.pooling.spec import batch, row_bounds, token_rows
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
 
@@ -82,3 +82,6 @@ def _gather_rows(call: Call, share: jax.Array) -> jax.Array:
     # out of range rather than negative, which would count from the end
     index = jnp.where(row < 0, rows, row)
     return jax.vmap(lambda share, index: share.at[index].get(mode="fill", fill_value=0))(share, index)
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

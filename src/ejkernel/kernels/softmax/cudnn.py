@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.softmax.gradients import output_cotangent
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,6 @@ def unsupported(call: Call) -> list[str]:
         "block patterns": "pattern" in call,
     }
     return [reason for reason, holds in limits.items() if holds]
-
-
-def against_gradient(call: Call) -> list[str]:
-    return ["its gradients differ between runs (dq is added in any order); platform='cudnn' takes them"]
 
 
 def default_config(call: Call) -> Config:
@@ -99,7 +96,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         *([none] * 7),  # bias, lengths, offsets and page tables
         residuals["lse"],
         residuals["out"],
-        cotangents["out"],
+        output_cotangent(residuals, cotangents),
         **_options(call),
         seed=42,
         dropout_rate=0.0,
@@ -108,3 +105,9 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         **unmodified,
     )
     return dict(zip(("query", "key", "value"), gradients, strict=True))
+
+
+# dq is added in any order
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, backward, deterministic=False, deterministic_by_xla=True
+)

@@ -11,10 +11,18 @@ def row_terms(residuals: dict[str, jax.Array], cotangents: dict[str, jax.Array])
 
     A row that saw nothing gets lse = +inf, so that its p is zero rather than nan.
     """
-    lse = residuals["lse"]
-    out, dout = residuals["out"].astype(jnp.float32), cotangents["out"].astype(jnp.float32)
-    delta = (out * dout).sum(-1).swapaxes(1, 2) - cotangents["lse"]
+    lse, delta = residuals["lse"], jnp.zeros_like(residuals["lse"])
+    if "out" in cotangents:
+        out, dout = residuals["out"].astype(jnp.float32), cotangents["out"].astype(jnp.float32)
+        delta = (out * dout).sum(-1).swapaxes(1, 2)
+    if "lse" in cotangents:
+        delta -= cotangents["lse"]
     return jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta
+
+
+def output_cotangent(residuals: dict[str, jax.Array], cotangents: dict[str, jax.Array]) -> jax.Array:
+    """dout (B, T, H, Dv): zeros where only lse is differentiated."""
+    return cotangents["out"] if "out" in cotangents else jnp.zeros_like(residuals["out"])
 
 
 def sink_gradient(call: Call, lse: jax.Array, delta: jax.Array) -> dict[str, jax.Array]:

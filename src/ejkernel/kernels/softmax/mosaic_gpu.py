@@ -43,7 +43,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     zeros,
 )
 from ejkernel.kernels.softmax.spec import dimensions
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -372,3 +372,8 @@ class _Forward(Kernel):
             return acc, top, l
 
         return step
+
+
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, backward, unsupported_config
+)

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.gradients import sink_gradient
+from ejkernel.kernels.softmax.gradients import output_cotangent, sink_gradient
 from ejkernel.kernels.softmax.mosaic_gpu import Config, results_apart
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
@@ -63,10 +63,11 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     """Gradients of query, key, value and sinks."""
     dims = dimensions(call)
     q, k, v = (eights(call[name]) for name in ("query", "key", "value"))
-    dout = eights(cotangents["out"].astype(q.dtype))
-    lse = residuals["lse"]
-    delta = jnp.einsum("bthd,bthd->bht", residuals["out"], cotangents["out"], preferred_element_type=jnp.float32)
-    delta -= cotangents["lse"].astype(jnp.float32)
+    given, lse = output_cotangent(residuals, cotangents), residuals["lse"]
+    dout = eights(given.astype(q.dtype))
+    delta = jnp.einsum("bthd,bthd->bht", residuals["out"], given, preferred_element_type=jnp.float32)
+    if "lse" in cotangents:
+        delta -= cotangents["lse"].astype(jnp.float32)
     tensors = (q, k, v, dout, *_row_statistics(lse, delta, config))
     gradients = {"query": _dq(call, config, tensors)[:, : dims.T]}
     dk, dv = _dkv(call, config, tensors)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
-from ejkernel.ops import Call, Operation
+from ejkernel.ops import Call, Operation, Splits
+from ejkernel.ops.operation import Arrays, random_arrays
 from ejkernel.types import BlockPattern, MaskInfo
 
 IMPLEMENTATIONS = {
@@ -97,7 +98,22 @@ def probes() -> dict[str, Call]:
     }
 
 
-_family = partial(Operation, arrays=ARRAYS, outputs=OUTPUTS, bucket=bucket, probes=probes)
+def example(call: Call) -> Arrays:
+    """A call like this one in which nothing is padding and every position is the token's own."""
+    positions = {name: call[name] for name in ("q_positions", "kv_positions") if name in call}
+    counted = {n: jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape) for n, x in positions.items()}
+    return random_arrays(call) | counted
+
+
+SPLITS = Splits(
+    free=("B", "H", "Hkv"),
+    tied=(("H", "Hkv"),),
+    otherwise=dict.fromkeys(("T", "S"), "ring_attention splits lengths"),
+)
+
+_family = partial(
+    Operation, arrays=ARRAYS, outputs=OUTPUTS, bucket=bucket, splits=SPLITS, example=example, probes=probes
+)
 
 FLASH_ATTENTION = _family(
     name="flash_attention",
@@ -116,3 +132,5 @@ SCALED_DOT_PRODUCT_ATTENTION = _family(
     implementations=IMPLEMENTATIONS,
     preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
 )
+
+OPERATIONS = (FLASH_ATTENTION, BLOCKSPARSE_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION)

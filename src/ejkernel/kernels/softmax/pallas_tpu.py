@@ -22,10 +22,10 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of
 from ejkernel.kernels.softmax import pallas_tpu_bwd, pallas_tpu_fwd
-from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
+from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.pallas_tpu_tiles import Tiles, whole_block
 from ejkernel.kernels.softmax.spec import Spec, dimensions
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
 
@@ -190,7 +190,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
     lse, delta = row_terms(residuals, cotangents)
     wide = _widened(call)
-    rows = pallas_tpu_bwd.Rows(cotangents["out"].astype(wide["query"].dtype), lse, delta)
+    rows = pallas_tpu_bwd.Rows(output_cotangent(residuals, cotangents).astype(wide["query"].dtype), lse, delta)
     blocks = config.backward
     gradients = {"query": pallas_tpu_bwd.dquery(wide, rows, *blocks)}
     gradients["key"], gradients["value"] = pallas_tpu_bwd.dkey_dvalue(wide, rows, *blocks)
@@ -204,3 +204,8 @@ def _widened(call: Call) -> Call:
     """float16 as float32: a TPU multiplies neither, but the latter holds the former exactly."""
     arrays = {n: x.astype(jnp.float32) if x.dtype == jnp.float16 else x for n, x in call.arrays.items()}
     return Call(call.spec, arrays, call.target)
+
+
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, backward, unsupported_config
+)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.dropout import threshold
-from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
+from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.schedule import Lists, Side, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 
 LOG2_E = 1.4426950408889634
 
@@ -302,7 +302,10 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
 
     lse, delta = row_terms(residuals, cotangents)
     tiles = [config.dq, config.dkv] + ([config.dv] if config.dv else [])
-    rows = {"p_dout": cotangents["out"], **_padded_rows(lse, delta, max(tile.block_q for tile in tiles))}
+    rows = {
+        "p_dout": output_cotangent(residuals, cotangents),
+        **_padded_rows(lse, delta, max(tile.block_q for tile in tiles)),
+    }
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
     (dquery,) = _run_twice(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, **rows)
@@ -334,3 +337,6 @@ def _bias_gradient(call: Call, config: Config, rows: dict[str, jax.Array], kerne
     sizes = {"n_bias_b": Bb, "n_bias_h": Hb, "n_bias_t": Tb, "n_bias_s": Sb}
     shape = jax.ShapeDtypeStruct(bias.shape, jnp.float32)
     return launch.run(kernel, (tiles_q, tiles_k, Bb * Hb), shape, **rows, **sizes).astype(bias.dtype)
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.reference import dropped, weighted_values, weights
 from ejkernel.kernels.softmax.spec import FLOATS
-from ejkernel.ops import Call
+from ejkernel.ops import Call, say_it_has_no_kernel
 
 
 def with_weights(call: Call, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -15,6 +15,7 @@ def with_weights(call: Call, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     dtype = call["query"].dtype if dtype is None else jnp.dtype(dtype)
     if dtype.name not in FLOATS:
         raise TypeError(f"dtype={dtype.name} is not supported; use one of {', '.join(FLOATS)}")
+    say_it_has_no_kernel("attention", call.arrays, "its definition: the matrix of weights is an output")
     p, _ = weights(call, dtype)
     p = dropped(call, p).astype(dtype)
     return weighted_values(call, p).astype(dtype), p

@@ -23,10 +23,10 @@ from ejkernel.kernels.common.tiles import (
     rounded,
     uncapped_gradient,
 )
-from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
+from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 from ejkernel.ops.sharding import varying_like
 
 
@@ -422,7 +422,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     arrays, dims = _by_head(call, tiling), tiling.dims
     schedule = plan(call, tiling.block_q, tiling.block_k, "k")
     lse, delta = row_terms(residuals, cotangents)
-    arrays = _with_cotangents(arrays, tiling, cotangents["out"].swapaxes(1, 2), lse, delta)
+    arrays = _with_cotangents(arrays, tiling, output_cotangent(residuals, cotangents).swapaxes(1, 2), lse, delta)
 
     def one(total_bias: Any, number: jax.Array):
         head = _head(arrays, dims, number)
@@ -448,3 +448,6 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         bias, dbias = call["bias"], jnp.stack(dbiases).sum(0)
         result["bias"] = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return result | sink_gradient(call, lse, delta)
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

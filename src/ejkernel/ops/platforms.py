@@ -1,0 +1,55 @@
+"""The platforms: one row each."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from ejkernel.ops.target import Target
+
+# a device of each backend, for questions about hardware that is not here
+TYPICAL = {
+    "cpu": Target("cpu", "cpu", "cpu"),
+    "gpu": Target("gpu", "nvidia_h200", "sm_90"),
+    "tpu": Target("tpu", "tpu_v5_lite", "tpu"),
+}
+DEVICES = {"cpu": "a CPU", "gpu": "an NVIDIA GPU", "tpu": "a TPU"}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a platform needs.
+
+    Attributes:
+        name: what `platform=` is given.
+        backends: where it runs.
+        packages: what must be installed beside JAX, by the names they are imported under.
+        extra: the extra of this package that installs them.
+        interpreter: the backend whose kernels `ejkernel.ops.interpret()` runs on a CPU.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    extra: str | None = None
+    interpreter: str | None = None
+
+    def backend(self, target: Target) -> str:
+        """The backend whose kernels it would run: an interpreter stands in for the absent one."""
+        return (self.interpreter or "cpu") if target.interpreted else target.backend
+
+    @property
+    def needs(self) -> str:
+        return " or ".join(DEVICES[backend] for backend in self.backends)
+
+    def missing(self) -> list[str]:
+        """Why it cannot be loaded, as far as that is seen without loading it."""
+        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return [f"the package {name} is not installed (pip install 'ejkernel[{self.extra}]')" for name in absent]
+
+
+_ROWS = (
+    Platform("xla", ("cpu", "gpu", "tpu")),
+    Platform("triton", ("gpu",), packages=("triton",), extra="cuda", interpreter="gpu"),
+    Platform("pallas", ("gpu", "tpu"), interpreter="tpu"),
+    Platform("cudnn", ("gpu",)),
+)
+PLATFORMS = {row.name: row for row in _ROWS}

@@ -1,0 +1,42 @@
+"""Which operations there are: those of the families that were named."""
+
+import importlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ejkernel.ops.operation import Operation
+
+_FAMILIES: list[str] = []
+
+
+def register_families(*modules: str) -> None:
+    """Name families, packages with a module `operations`, whose `OPERATIONS` load when somebody asks for one."""
+    _FAMILIES.extend(module for module in modules if module not in _FAMILIES)
+
+
+@lru_cache(maxsize=4)
+def _operations(modules: tuple[str, ...]) -> dict[str, Operation]:
+    found = (importlib.import_module(f"{module}.operations").OPERATIONS for module in modules)
+    return {operation.name: operation for operations in found for operation in operations}
+
+
+def list_operations() -> list[str]:
+    """Names of all public operations.
+
+    >>> from ejkernel.ops import list_operations
+    >>> "flash_attention" in list_operations()
+    True
+    """
+    return sorted(_operations(tuple(_FAMILIES)))
+
+
+def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operation:
+    """The operation behind an `Operation`, its name, or its public function."""
+    if isinstance(operation, Operation):
+        return operation
+    name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
+    found = _operations(tuple(_FAMILIES))
+    if name not in found:
+        raise ValueError(f"unknown operation {name!r}; known: {', '.join(sorted(found))}")
+    return found[name]

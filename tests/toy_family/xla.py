@@ -1,0 +1,68 @@
+"""In chunks. The residuals are the states between chunks: how many there are depends on the config."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops import Implementation
+
+# what the backward was given, for the tests
+SEEN: list[dict[str, tuple[int, ...]]] = []
+
+
+@dataclass(frozen=True)
+class Config:
+    chunk: int = 2
+
+
+def _masked(call):
+    x, keep = call["x"], jnp.arange(call["x"].shape[1])[None] < call["lengths"][:, None]
+    return jnp.where(keep[..., None], x, 0), keep
+
+
+def _steps(decay, h, xs):
+    def step(h, x):
+        h = decay * h + x
+        return h, h
+
+    return jax.lax.scan(step, h, xs)
+
+
+def forward(call, config):
+    x, _ = _masked(call)
+    (B, T, D), decay = x.shape, call.spec.decay
+    chunks = jnp.moveaxis(x.reshape(B, T // config.chunk, config.chunk, D), 0, 2)  # (chunks, chunk, B, D)
+
+    def chunk(h, xs):
+        end, out = _steps(decay, h, xs)
+        return end, (out, h)
+
+    end, (out, states) = jax.lax.scan(chunk, call["state"], chunks)
+    outputs = {"out": jnp.moveaxis(out, 2, 0).reshape(B, T, D), "state": end}
+    return outputs, {"starts": jnp.moveaxis(states, 1, 0)}
+
+
+def backward(call, residuals, cotangents, config):
+    _, keep = _masked(call)
+    given = call.arrays | residuals | {f"d{name}": ct for name, ct in cotangents.items()}
+    SEEN.append({name: x.shape for name, x in given.items()})
+    assert residuals["starts"].shape[1] == call["x"].shape[1] // config.chunk
+    T = call["x"].shape[1]
+    dout = cotangents.get("out", jnp.zeros_like(call["x"]))
+    if "state" in cotangents:
+        dout = dout.at[:, T - 1].add(cotangents["state"])
+    _, dx = _steps(call.spec.decay, jnp.zeros_like(call["state"]), jnp.moveaxis(dout, 1, 0)[::-1])
+    dx = jnp.moveaxis(dx[::-1], 0, 1)
+    return {"x": jnp.where(keep[..., None], dx, 0), "state": call.spec.decay * dx[:, 0]}
+
+
+IMPLEMENTATION = Implementation(
+    Config,
+    lambda call: [],
+    lambda call: Config(),
+    lambda call: [Config(1), Config(4)],
+    forward,
+    backward,
+    shared_residuals=False,
+)
