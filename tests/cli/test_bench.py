@@ -32,7 +32,7 @@ from ejkernel.kernels.softmax.about import cases as softmax_cases
 from ejkernel.kernels.softmax.about.cases import Case
 from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, explain, interpret
-from ejkernel.ops.cache import user_file
+from ejkernel.ops.tuned_files import user_file
 
 CAUSAL = Case("dense", 1, 32, 2, 2, 8, "causal", "float32")
 DOCUMENTS = Case("masked", 1, 32, 4, 2, 8, "documents", "bfloat16", documents=4)

@@ -10,7 +10,7 @@ from ejkernel.cli.main import app
 from ejkernel.kernels.softmax import about, xla
 from ejkernel.kernels.softmax.about.cases import Case
 from ejkernel.ops import TunedConfigs, tuning
-from ejkernel.ops.cache import user_file
+from ejkernel.ops.tuned_files import user_file
 
 FAST, SLOW = xla.Config(16, 16), xla.Config(8, 8)
 SIZES = ["--length", "32", "--heads", "2", "--dim", "8", "--dtype", "float32", "--causal"]
@@ -28,7 +28,7 @@ def tune(*arguments):
 def measured(monkeypatch, tmp_path):
     """The configs measured, in order: all but the fast one take 2 ms for both passes."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(xla, "search_space", lambda call: [SLOW, FAST])
+    monkeypatch.setattr(xla.IMPLEMENTATION, "search_space", lambda call: [SLOW, FAST])
     changed = dataclasses.replace(about.FAMILY.benchmark, cases=lambda backend, quick: CASES[:1] if quick else CASES)
     monkeypatch.setattr(about, "FAMILY", dataclasses.replace(about.FAMILY, benchmark=changed))
     seen = []

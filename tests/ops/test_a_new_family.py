@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.ops import Shards, autotune, explain, get_operation, list_operations, register_families, support_table
+from ejkernel.ops import (
+    Shards,
+    autotune,
+    explain,
+    get_operation,
+    list_operations,
+    register_families,
+    registry,
+    support_table,
+)
 from harness import normal
 from toy_family import xla
 from toy_family.operations import DECAYED_SUM, decayed_sum
-
-register_families("toy_family")  # the one line
 
 X, STATE, LENGTHS = normal("x", (2, 8, 3)), normal("state", (2, 3)), jnp.array([8, 5])
 
@@ -26,7 +33,9 @@ def by_definition(x, state, lengths, decay=0.5):
 
 
 @pytest.fixture(autouse=True)
-def nothing_seen():
+def registered(monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", list(registry._FAMILIES))  # for these tests alone
+    register_families("toy_family")  # the one line
     xla.SEEN.clear()
     jax.clear_caches()  # what the backward was given is seen while it is traced
 

@@ -16,7 +16,7 @@ from ejkernel.kernels.softmax.operations import bucket
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, autotune, explain, get_operation, list_operations, tuning
-from ejkernel.ops.cache import user_file
+from ejkernel.ops.tuned_files import user_file
 
 Q = jnp.ones((1, 32, 2, 8))
 FAST, SLOW, DEFAULT = xla.Config(16, 16), xla.Config(8, 8), xla.default_config(canonicalise(Q, Q, Q))
@@ -184,7 +184,7 @@ def test_median_seconds_repeats():
     assert len(calls) == 4  # one to warm up
 
 
-@pytest.mark.parametrize("name", [name for name in list_operations() if name != "decayed_sum"])
+@pytest.mark.parametrize("name", list_operations())
 def test_an_example_is_a_full_and_legal_call(name):
     """Zeros for lengths would tune attention over nothing."""
     operation = get_operation(name)

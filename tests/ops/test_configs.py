@@ -15,7 +15,7 @@ from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
 from ejkernel.ops import TunedConfigs, explain, interpret, use_config
 from ejkernel.ops import config as configs
-from ejkernel.ops.cache import shipped_file, user_file
+from ejkernel.ops.tuned_files import shipped_file, user_file
 from ejkernel.types import MaskInfo
 
 Q = jnp.ones((1, 32, 2, 16))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ejkernel.ops import TunedConfigs
-from ejkernel.ops.cache import SCHEMA, keep, unsaved
+from ejkernel.ops.tuned_files import SCHEMA, keep, unsaved
 
 ONE = TunedConfigs().add("flash_attention", "T64", "xla", {"block_q": 8}, 120.0)
 TWO = TunedConfigs().add("flash_attention", "T64", "triton", {"block_m": 64}, 30.0)

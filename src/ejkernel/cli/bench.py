@@ -149,7 +149,7 @@ def _written(console: Console, path: Path, write: Callable[[], None]) -> bool:
 def _check_device(found: "Document", tuned: Path | None) -> None:
     """Refuse to mix the times of a device into the tuned file of another."""
     from ejkernel.bench import report
-    from ejkernel.ops.cache import device_of
+    from ejkernel.ops.tuned_files import device_of
 
     device = None if tuned is None else device_of(tuned)
     if device is not None and device not in report.kinds(found):

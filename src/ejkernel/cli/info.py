@@ -10,9 +10,9 @@ import jax
 
 import ejkernel
 from ejkernel.ops import PLATFORMS, get_operation, list_operations
-from ejkernel.ops.cache import shipped_file, user_file
 from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.target import describe_device, target_of
+from ejkernel.ops.tuned_files import shipped_file, user_file
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")
 # what a measurement depends on

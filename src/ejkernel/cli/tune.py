@@ -49,9 +49,9 @@ def tune(
     For one call of the sizes given, or for the cases that `ejkernel bench` measures. What the file has is not measured
     again, so that a run may be stopped and gone on with.
     """
-    from ejkernel.ops.cache import unsaved, user_file
-    from ejkernel.ops.operation import PLATFORMS
+    from ejkernel.ops import PLATFORMS
     from ejkernel.ops.target import target_of
+    from ejkernel.ops.tuned_files import unsaved, user_file
 
     if unknown := sorted({*(platform or ())} - {*PLATFORMS}):
         raise typer.BadParameter(f"unknown platform {', '.join(unknown)}; known: {', '.join(PLATFORMS)}")
@@ -141,7 +141,7 @@ class _Run:
 
     def _measured(self, work: Work, platform: str) -> str:
         from ejkernel.ops import autotune
-        from ejkernel.ops.cache import keep
+        from ejkernel.ops.tuned_files import keep
 
         try:
             with autotune(again=self.again) as found:

@@ -1,6 +1,5 @@
 """The framework: operations, the choice of platform and config, tuning, and how both are explained."""
 
-from ejkernel.ops.cache import TunedConfigs
 from ejkernel.ops.config import use_config
 from ejkernel.ops.dispatch import run, run_parts, say_it_has_no_kernel
 from ejkernel.ops.explanation import Explanation, explain
@@ -11,6 +10,7 @@ from ejkernel.ops.settings import deterministic, interpret, interpreting
 from ejkernel.ops.sharding import Shards
 from ejkernel.ops.support import support_table
 from ejkernel.ops.target import Target, device_kind
+from ejkernel.ops.tuned_files import TunedConfigs
 from ejkernel.ops.tuning import autotune
 
 __all__ = [

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ejkernel.ops.cache import TunedConfigs, shipped_file, unsaved, user_file
 from ejkernel.ops.operation import Call, Implementation, Operation
 from ejkernel.ops.registry import get_operation
 from ejkernel.ops.target import Target
+from ejkernel.ops.tuned_files import TunedConfigs, shipped_file, unsaved, user_file
 
 USERS = "the user's tuned file"
 

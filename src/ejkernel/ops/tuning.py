@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import core as jax_core
 
-from ejkernel.ops.cache import TunedConfigs, keep, user_file
 from ejkernel.ops.config import UNGIVEN, USERS, choose_config
 from ejkernel.ops.operation import Arrays, Call, Operation
+from ejkernel.ops.tuned_files import TunedConfigs, keep, user_file
 
 REPEATS = 5
 
