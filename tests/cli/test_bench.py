@@ -83,7 +83,7 @@ def test_paged(tmp_path, monkeypatch):
     """Decoding and a mixed batch, and what a decode must read."""
     monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
     kept = tmp_path / "run.json"
-    result = run("paged", "--quick", "--repeats", "1", "--json", str(kept), "--plot", str(tmp_path / "run.svg"))
+    result = run("paged", "--quick", "--repeats", "1", "--json", str(kept))
     assert result.exit_code == 0, result.output
     assert "every answer right" in result.output and "refused: one call is for one number of tokens" in result.output
     found = {(r["case"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}

@@ -61,7 +61,9 @@ def outdated(paths: list[Path], *, write: bool) -> list[Path]:
 
 
 def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="Markdown files; default: the families' READMEs.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(exists=True, dir_okay=False, help="Default: the families' READMEs.")
+    ] = None,
     write: Annotated[bool, typer.Option("--write/--check", help="Correct the files, or only report.")] = False,
 ) -> None:
     """Regenerate the tables, or exit with 1 where one is not current."""
