@@ -89,7 +89,7 @@ def only(monkeypatch, *checks, flash_attention=None):
         canonicalise = functions["flash_attention"].canonicalise
         functions = {**functions, "flash_attention": PublicFunction(flash_attention, canonicalise)}
     monkeypatch.setattr(softmax, "FAMILY", replace(softmax.FAMILY, checks=lambda: [*checks], functions=functions))
-    monkeypatch.setattr("ejkernel.cli.families.FAMILIES", ["ejkernel.kernels.softmax"])
+    monkeypatch.setattr("ejkernel.ops.registry._FAMILIES", ["ejkernel.kernels.softmax"])
 
 
 def scaled_output(query, key, value, **options):

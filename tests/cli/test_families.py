@@ -4,14 +4,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
+from typer.testing import CliRunner
 
 import ejkernel
+from ejkernel.bench import measure, timing
 from ejkernel.cli.families import families, family_of
+from ejkernel.cli.main import make_app
 from ejkernel.cli.sizes import described, with_sizes
 from ejkernel.kernels import FAMILIES
 from ejkernel.kernels.pooling import about
-from ejkernel.ops import list_operations
+from ejkernel.ops import list_operations, register_families, registry, tuning
 
 PACKAGE = Path(ejkernel.__file__).parent
 
@@ -34,6 +38,42 @@ def test_every_operation_is_in_a_family_and_can_be_described():
         family = family_of(operation)
         assert family.function(operation).__name__ == operation
         assert described(operation, {"batch": 3, "length": 48})
+
+
+@pytest.fixture
+def toy(monkeypatch, tmp_path):
+    """The command line after the one line that a family needs beside its folder."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(registry, "_FAMILIES", list(registry._FAMILIES))
+    monkeypatch.setattr(tuning, "REPEATS", 1)
+    monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    register_families("toy_family")
+
+    def run(*arguments):
+        result = CliRunner().invoke(make_app(), arguments)
+        return result.exit_code, result.output
+
+    return run
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    {
+        "explain decayed_sum --length 16 --decay 0.9": "decayed_sum on cpu: xla",
+        "verify decayed_sum": "all 1 checks passed",
+        "tune decayed_sum --platform xla": "1 tuned, kept in",
+        "tune toy --platform xla": "decayed_sum, toy T8, xla: ",
+        "bench toy --repeats 1": "2 measurements, every answer right",
+        "support decayed_sum": "| plain | yes |",
+    }.items(),
+    ids=str,
+)
+def test_a_new_family_needs_no_other_line(toy, command, said):
+    code, output = toy(*command.split())
+    assert code == 0, output
+    assert said in output
 
 
 def test_families_that_disagree_on_an_option(monkeypatch):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.paged import xla as paged_xla
 from ejkernel.kernels.paged.spec import dimensions
 from ejkernel.kernels.softmax import xla
 from ejkernel.kernels.softmax.operations import bucket
@@ -176,6 +177,18 @@ def test_for_real(compiled, monkeypatch, tmp_path):
     entries = TunedConfigs.load(user_file("cpu")).entries["flash_attention"]
     (entry,) = entries.values()
     assert entry["xla"]["microseconds"] > 0 and xla.Config(**entry["xla"]["config"])
+
+
+def test_what_is_measured_is_computed_when_it_is(monkeypatch):
+    """Arrays that a program holds as constants XLA may compute with while it compiles: all of them are arguments."""
+    given = []
+    monkeypatch.setattr(paged_xla.IMPLEMENTATION, "search_space", lambda call: [])
+    monkeypatch.setattr(tuning, "median_seconds", lambda step, *args: given.append(step.lower(*args)) or 1.0)
+    pages, lens, table = jnp.ones((4, 8, 2, 8)), jnp.array([8, 8]), jnp.arange(4).reshape(2, 2)
+    with autotune(save=False, progress=False):
+        page_attention(jnp.ones((2, 4, 8)), pages, pages, lens, table)
+    (program,) = given
+    assert len(jax.tree.leaves(program.in_avals)) == 5
 
 
 def test_median_seconds_repeats():

@@ -35,7 +35,7 @@ DECAYED_SUM = Operation(
 OPERATIONS = (DECAYED_SUM,)
 
 
-def decayed_sum(x, state, lengths, *, decay=0.5, cfg=None, shards=None):
+def decayed_sum(x, state, lengths, *, decay=0.5, platform=None, cfg=None, shards=None):
     call = Call(Spec(decay), {"x": x, "state": state, "lengths": lengths})
-    outputs = run(DECAYED_SUM, call, cfg=cfg, shards=shards)
+    outputs = run(DECAYED_SUM, call, platform=platform, cfg=cfg, shards=shards)
     return outputs["out"], outputs["state"]

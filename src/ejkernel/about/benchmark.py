@@ -104,7 +104,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a family measures of itself, and against whom.
+    """What a family measures of itself, and against whom. Of several outputs the first counts.
 
     Attributes:
         help: a line for the command line.

@@ -35,7 +35,8 @@ class Check:
     Attributes:
         name: what tables call it.
         operation: its public function takes trained and fixed arrays, static options and `platform`, by name.
-        definition: the canonical call by its definition, in the dtype given; differentiable.
+        definition: the canonical call by its definition, in the dtype given; differentiable. As many outputs as the
+            public function has.
         dtype: of the trained arrays.
         trained: shapes of the arrays that get a gradient.
         fixed: traced arguments that get none, such as a MaskInfo.
@@ -46,12 +47,12 @@ class Check:
 
     name: str
     operation: str
-    definition: Callable[[Call, Any], jax.Array]
+    definition: Callable[[Call, Any], Any]
     dtype: str
     trained: Mapping[str, tuple[int, ...]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     static: Mapping[str, Any] = field(default_factory=dict)
-    peer: Callable[[Call], jax.Array] | None = None
+    peer: Callable[[Call], Any] | None = None
     differentiable: bool = True
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ejkernel.bench.measure import Result
     from ejkernel.bench.report import Document, Grid
 
-app = typer.Typer(no_args_is_help=True, help="Measure against peers: times, memory, first calls, every answer checked.")
-
 CaseFilter = Annotated[str | None, typer.Option(help="Only cases whose name matches this regular expression.")]
 Platforms = Annotated[
     list[str] | None, typer.Option(help="Of ours: auto, xla, triton, pallas or cudnn; again for more.")
@@ -83,11 +81,6 @@ def measure(
 ) -> None:
     given = {**locals()}
     _run(str(given.pop("context").info_name), Options(**given))
-
-
-for _family in families().values():
-    if _family.benchmark is not None:
-        app.command(_family.name, help=_family.benchmark.help)(measure)
 
 
 def _run(name: str, options: Options) -> None:
@@ -206,7 +199,6 @@ def _measured(
         yield from measure_in_processes([job(case=c, contenders=names, lock=lock) for c in cases], jobs, deadline)
 
 
-@app.command()
 def show(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")],
     case: CaseFilter = None,
@@ -292,3 +284,15 @@ def _judge(console: Console, found: "Document") -> None:
         console.print(f"[red]{len(failed)} failures, {measured} measurements[/]")
         raise typer.Exit(1)
     console.print(f"[green]{measured} measurements, every answer right[/]")
+
+
+def make_app() -> typer.Typer:
+    """A command for every family that measures something of itself, and one to look again."""
+    made = typer.Typer(
+        no_args_is_help=True, help="Measure against peers: times, memory, first calls, every answer checked."
+    )
+    for family in families().values():
+        if family.benchmark is not None:
+            made.command(family.name, help=family.benchmark.help)(measure)
+    made.command()(show)
+    return made

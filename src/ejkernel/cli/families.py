@@ -1,12 +1,12 @@
 """The families that there are, and who has an operation."""
 
 from ejkernel.about.family import Family, load_family
-from ejkernel.kernels import FAMILIES
+from ejkernel.ops.registry import registered_families
 
 
 def families() -> dict[str, Family]:
-    """By name, in the order of the list."""
-    found = [load_family(package) for package in FAMILIES]
+    """By name, in the order they were registered."""
+    found = [load_family(package) for package in registered_families()]
     return {family.name: family for family in found}
 
 

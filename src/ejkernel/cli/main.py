@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from ejkernel.about.answers import Error
     from ejkernel.cli.verify import Outcome
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Attention for JAX: what runs here, and how well.",
-)
-app.add_typer(bench.app, name="bench")
 
-
-@app.command()
 def info() -> None:
     """Devices, versions, and which platforms work here and why others do not."""
     from ejkernel.cli import info as facts
@@ -47,7 +38,6 @@ def info() -> None:
     console.print(table)
 
 
-@app.command()
 def verify(
     operations: Annotated[list[str] | None, typer.Argument(help="Operations to check; default: all.")] = None,
     platform: Annotated[str | None, typer.Option(help="Check only this platform; exit with 1 if it cannot.")] = None,
@@ -142,7 +132,6 @@ def _summarise(console: Console, outcomes: "list[Outcome]", refused: dict[str, l
         raise typer.Exit(1)
 
 
-@app.command()
 def support(operation: OperationName) -> None:
     """Print the support table of an operation: every feature against every platform, as Markdown."""
     from ejkernel.ops import support_table
@@ -156,7 +145,6 @@ def support(operation: OperationName) -> None:
         raise typer.Exit(1) from None
 
 
-@app.command()
 def roofline(
     family: Annotated[str | None, typer.Argument(help="Default: all that have one.")] = None,
     batch: Annotated[int | None, typer.Option(min=1)] = None,
@@ -176,8 +164,21 @@ def roofline(
     print("\n\n".join(f"{one.title}:\n{one.table}" for one in found))
 
 
-app.command()(with_sizes(explain))
-app.command()(with_sizes(tune))
+def make_app() -> typer.Typer:
+    """The commands, with the options and benchmarks of the families that there are now."""
+    made = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Attention for JAX: what runs here, and how well.",
+    )
+    for command in (info, verify, with_sizes(explain), with_sizes(tune), support, roofline):
+        made.command()(command)
+    made.add_typer(bench.make_app(), name="bench")
+    return made
+
+
+app = make_app()
 
 
 def main() -> None:

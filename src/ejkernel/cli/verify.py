@@ -39,17 +39,18 @@ def platforms_for(check: Check) -> tuple[list[str], dict[str, list[str]]]:
     return [p for p in PLATFORMS if p not in explanation.refusals], explanation.refusals
 
 
-def _step(
-    function: Callable[[Arrays, Any], jax.Array], differentiable: bool
-) -> Callable[..., tuple[jax.Array, Arrays]]:
-    """(arrays, fixed, cotangent) -> the output and every gradient there is, compiled."""
+def _step(function: Callable[[Arrays, Any], Any], differentiable: bool) -> Callable[..., tuple[Arrays, Arrays]]:
+    """(arrays, fixed, cotangents) -> the outputs and every gradient there is, compiled."""
+
+    def outputs(arrays: Arrays, fixed: Any) -> Arrays:
+        return {f"output {n}": out for n, out in enumerate(jax.tree.leaves(function(arrays, fixed)))}
 
     @jax.jit
-    def both(arrays: Arrays, fixed: Any, cotangent: jax.Array) -> tuple[jax.Array, Arrays]:
+    def both(arrays: Arrays, fixed: Any, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         if not differentiable:
-            return function(arrays, fixed), {}
-        out, pull = jax.vjp(lambda given: function(given, fixed), arrays)
-        return out, pull(cotangent.astype(out.dtype))[0]
+            return outputs(arrays, fixed), {}
+        found, pull = jax.vjp(lambda given: outputs(given, fixed), arrays)
+        return found, pull({name: cotangents[name].astype(out.dtype) for name, out in found.items()})[0]
 
     return both
 
@@ -67,42 +68,45 @@ class Answers:
         self.family = family_of(check.operation)
         self.arrays = check.arrays()
         wide = {name: x.astype(jnp.float32) for name, x in self.arrays.items()}
-        shape = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, check.fixed)
-        self.cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape, np.float32))
+        shapes = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, check.fixed)
+        draw = np.random.default_rng(1).standard_normal
+        self.cotangents = {
+            f"output {n}": jnp.asarray(draw(x.shape, np.float32)) for n, x in enumerate(jax.tree.leaves(shapes))
+        }
         exact = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.float32))
         naive = self._step(lambda arrays, fixed: self._defined(arrays, fixed, jnp.dtype(check.dtype)))
-        out, gradients = exact(wide, check.fixed, self.cotangent)
+        outputs, gradients = exact(wide, check.fixed, self.cotangents)
         # in float32 the naive computation is the definition itself
         is_exact = check.dtype == "float32"
-        naives = (out, gradients) if is_exact else naive(self.arrays, check.fixed, self.cotangent)
-        self.output = Truth.of({"out": out}, {"out": naives[0]})
+        naives = (outputs, gradients) if is_exact else naive(self.arrays, check.fixed, self.cotangents)
+        self.output = Truth.of(outputs, naives[0])
         self.gradient = Truth.of(gradients, naives[1]) if check.differentiable else None
         self.peer_seconds = None if check.peer is None else self._seconds(self._step(self._peer))
 
-    def _step(self, function: Callable[[Arrays, Any], jax.Array]) -> Callable[..., tuple[jax.Array, Arrays]]:
+    def _step(self, function: Callable[[Arrays, Any], Any]) -> Callable[..., tuple[Arrays, Arrays]]:
         return _step(function, self.check.differentiable)
 
     def _call(self, arrays: Arrays, fixed: Any) -> Any:
         canonicalise = self.family.functions[self.check.operation].canonicalise
         return canonicalise(**arrays, **fixed, **self.check.static)
 
-    def _defined(self, arrays: Arrays, fixed: Any, dtype: Any) -> jax.Array:
+    def _defined(self, arrays: Arrays, fixed: Any, dtype: Any) -> Any:
         return self.check.definition(self._call(arrays, fixed), dtype)
 
-    def _peer(self, arrays: Arrays, fixed: Any) -> jax.Array:
+    def _peer(self, arrays: Arrays, fixed: Any) -> Any:
         assert self.check.peer is not None
         return self.check.peer(self._call(arrays, fixed))
 
     def _seconds(self, step: Callable[..., Any]) -> float:
-        return median_seconds(step, self.arrays, self.check.fixed, self.cotangent, repeats=self.repeats)
+        return median_seconds(step, self.arrays, self.check.fixed, self.cotangents, repeats=self.repeats)
 
     def on(self, platform: str) -> Outcome:
         """Run the check on a platform."""
         check, function = self.check, self.family.function(self.check.operation)
         step = self._step(lambda arrays, fixed: function(**arrays, **fixed, **check.static, platform=platform))
         try:
-            out, gradients = step(self.arrays, check.fixed, self.cotangent)
-            output = _worst(self.output, {"out": out})
+            outputs, gradients = step(self.arrays, check.fixed, self.cotangents)
+            output = _worst(self.output, outputs)
             gradient = None if self.gradient is None else _worst(self.gradient, gradients)
             seconds = self._seconds(step)
         except (RuntimeError, ValueError, TypeError) as crash:  # NotImplementedError and XLA's errors are RuntimeErrors

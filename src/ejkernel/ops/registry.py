@@ -15,6 +15,11 @@ def register_families(*modules: str) -> None:
     _FAMILIES.extend(module for module in modules if module not in _FAMILIES)
 
 
+def registered_families() -> tuple[str, ...]:
+    """The packages that were named, in order."""
+    return tuple(_FAMILIES)
+
+
 @lru_cache(maxsize=4)
 def _operations(modules: tuple[str, ...]) -> dict[str, Operation]:
     found = (importlib.import_module(f"{module}.operations").OPERATIONS for module in modules)
@@ -28,7 +33,7 @@ def list_operations() -> list[str]:
     >>> "flash_attention" in list_operations()
     True
     """
-    return sorted(_operations(tuple(_FAMILIES)))
+    return sorted(_operations(registered_families()))
 
 
 def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operation:
@@ -36,7 +41,7 @@ def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operatio
     if isinstance(operation, Operation):
         return operation
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
-    found = _operations(tuple(_FAMILIES))
+    found = _operations(registered_families())
     if name not in found:
         raise ValueError(f"unknown operation {name!r}; known: {', '.join(sorted(found))}")
     return found[name]
