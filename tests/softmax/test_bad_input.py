@@ -93,7 +93,7 @@ WRONG = {
     "precision": ({"precision": "sharp"}, ValueError, "precision='sharp' is unknown; use None, 'default'"),
     "platform": ({"platform": "cuda"}, ValueError, "platform 'cuda' is unknown; use None, 'auto', 'xla', 'triton'"),
     "cfg-field": ({"platform": "xla", "cfg": {"block": 3}}, ValueError, r"unknown fields \['block'\] .*'block_q'"),
-    "cfg-value": ({"cfg": {"block_q": 0}}, ValueError, "block_q=0 must be a positive int"),
+    "cfg-value": ({"cfg": {"block_q": 0}}, ValueError, "block_q=0 must be an int from 1 on"),
     "cfg-type": ({"platform": "xla", "cfg": 64}, TypeError, "cfg=64 must be a platform's Config or a dict"),
     # packed
     "cum-batch": ({"cum_seqlens_q": jnp.array([0, 6])}, ValueError, "packs sequences into one row; query has batch 2"),
@@ -128,9 +128,9 @@ def test_float64_arrays_of_jax():
 
 
 PACKED_WRONG = {
-    "one-entry": ([0], ValueError, r"cum_seqlens_q must be int32 \(sequences \+ 1,\)"),
-    "rank": ([[0, 6]], ValueError, "cum_seqlens_q must be int32"),
-    "float": (np.array([0.0, 6.0], np.float32), ValueError, "cum_seqlens_q must be int32 .* got float32"),
+    "one-entry": ([0], ValueError, r"cum_seqlens_q must have shape \(sequences \+ 1,\), got \(1,\)"),
+    "rank": ([[0, 6]], ValueError, "cum_seqlens_q must have 1 dimensions"),
+    "float": (np.array([0.0, 6.0], np.float32), TypeError, "cum_seqlens_q must hold integers, got float32"),
     "past-the-end": ([0, 4, 7], ValueError, r"never decrease, and end within the 6 tokens \(row 2: 7\)"),
     "decreasing": ([0, 4, 2], ValueError, r"never decrease.*\(row 2: 2\)"),
     "negative": (np.array([-1, 4]), ValueError, r"must start at 0.*\(row 0: -1\)"),

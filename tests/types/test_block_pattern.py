@@ -88,26 +88,26 @@ def test_pytree_and_transformations():
 
 
 BAD = {
-    "heads": (ValueError, "num_heads must be at least 1, got 0", lambda: BlockPattern.local_stride(0, 4, 1, 2)),
-    "local": (ValueError, "local_blocks must be at least 1", lambda: BlockPattern.local_stride(2, 4, 0, 2)),
-    "stride": (ValueError, "vert_stride must be at least 1", lambda: BlockPattern.local_stride(2, 4, 1, 0)),
+    "heads": (ValueError, "num_heads=0 must be at least 1", lambda: BlockPattern.local_stride(0, 4, 1, 2)),
+    "local": (ValueError, "local_blocks=0 must be at least 1", lambda: BlockPattern.local_stride(2, 4, 0, 2)),
+    "stride": (ValueError, "vert_stride=0 must be at least 1", lambda: BlockPattern.local_stride(2, 4, 1, 0)),
     "dense heads": (
         ValueError,
         "num_dense_heads must be at most num_heads=2, got 3",
         lambda: BlockPattern.local_stride(2, 4, 1, 2, num_dense_heads=3),
     ),
-    "left": (ValueError, "left must be at least 0, got -1", lambda: BlockPattern.sliding_blocks(4, -1)),
+    "left": (ValueError, "left=-1 must be at least 0", lambda: BlockPattern.sliding_blocks(4, -1)),
     "block size": (
         ValueError,
-        "block_size must be at least 1",
+        "block_size=0 must be at least 1",
         lambda: BlockPattern.sliding_blocks(4, 1, block_size=0),
     ),
     "block size pair": (
         ValueError,
-        r"\(bq, bk\), got \(1, 2, 3\)",
+        r"block_size=\(1, 2, 3\) must be an int or a pair",
         lambda: BlockPattern.sliding_blocks(4, 1, block_size=(1, 2, 3)),  # pyright: ignore[reportArgumentType]
     ),
-    "bool count": (TypeError, "num_blocks must be a static int", lambda: BlockPattern.sliding_blocks(True, 1)),
+    "bool count": (TypeError, "num_blocks must be an int, got True", lambda: BlockPattern.sliding_blocks(True, 1)),
     "rank": (ValueError, r"got \(3,\)", lambda: BlockPattern.from_dense(np.ones(3, bool))),
     "float": (TypeError, "0/1", lambda: BlockPattern.from_dense(np.ones((3, 3)))),
     "values": (ValueError, "only 0 and 1", lambda: BlockPattern.from_dense([[0, 2]])),

@@ -233,7 +233,7 @@ def pair(*shape, dtype=jnp.float32) -> list[jax.Array]:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: TransformerCacheView.create(0, 4, 1, 8), "batch_size must be at least 1, got 0"),
+        (lambda: TransformerCacheView.create(0, 4, 1, 8), "batch_size=0 must be at least 1"),
         (lambda: TransformerCacheView.create(2, 4, 1, 8, dtype="int32"), "a cache has dtype .*; got int32"),
         (lambda: TransformerCacheView.create(2, 4, 1, 8, starts=[0]), r"starts must have shape \(2,\)"),
         (lambda: TransformerCacheView.create(2, 4, 1, 8, starts=[0, 5]), r"starts must lie in \[0, 4\]"),

@@ -597,12 +597,12 @@ BAD = {
     "cu order": (ValueError, "never decrease", lambda: MaskInfo.from_cu_seqlens([0, 3, 2], max_q_len=4)),
     "cu end": (
         ValueError,
-        "ends at 5, past the packed length 4",
+        r"cu_q must start .* within the 4 tokens \(row 1: 5\)",
         lambda: MaskInfo.from_cu_seqlens([0, 5], max_q_len=4),
     ),
     "cu end of keys": (
         ValueError,
-        "cu_kv ends at 9",
+        r"cu_kv must start .* within the 8 tokens \(row 1: 9\)",
         lambda: MaskInfo.from_cu_seqlens([0, 4], [0, 9], max_q_len=4, max_kv_len=8),
     ),
     "cu count": (
@@ -611,7 +611,11 @@ BAD = {
         lambda: MaskInfo.from_cu_seqlens([0, 4], [0, 2, 4], max_q_len=4, max_kv_len=4),
     ),
     "negative length": (ValueError, r"q_lengths must lie in \[0, 4\]", lambda: MaskInfo.from_lengths([-1], q_len=4)),
-    "long length": (ValueError, r"got values in \[5, 5\]", lambda: MaskInfo.from_lengths(jnp.array([5]), q_len=4)),
+    "long length": (
+        ValueError,
+        r"\[0, 4\] \(row 0: 5\)",
+        lambda: MaskInfo.from_lengths(jnp.array([5]), q_len=4),
+    ),
     "key lengths needed": (ValueError, "kv_lengths", lambda: MaskInfo.from_lengths([2], q_len=4, kv_len=8)),
     "kv length": (ValueError, "lengths must lie in", lambda: MaskInfo(2, 3).apply_kv_lengths([4])),
     "kv lengths batch": (
@@ -630,15 +634,19 @@ BAD = {
         lambda: MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(2, 1), q_len=129),
     ),
     "sparsity": (ValueError, r"sparsity must lie in \[0, 1\], got 1.5", lambda: MaskInfo.from_random(1, 2, 2, 1.5)),
-    "empty": (ValueError, "q_len must be at least 1, got 0", lambda: MaskInfo(0, 3)),
-    "window": (ValueError, "window must be at least 0, got -1", lambda: MaskInfo(3, 3).apply_sliding_window(-1)),
+    "empty": (ValueError, "q_len=0 must be at least 1", lambda: MaskInfo(0, 3)),
+    "window": (ValueError, "window=-1 must be at least 0", lambda: MaskInfo(3, 3).apply_sliding_window(-1)),
     "window triple": (
         ValueError,
         r"\(left, right\), got \(1, 2, 3\)",
         lambda: MaskInfo(3, 3).apply_sliding_window((1, 2, 3)),  # pyright: ignore[reportArgumentType]
     ),
-    "chunk": (ValueError, "chunk_size must be at least 1", lambda: MaskInfo(3, 3).apply_chunked(0)),
-    "traced offset": (TypeError, "static", lambda: jax.jit(lambda n: MaskInfo(3, 3).apply_causal(n).bias)(1)),
+    "chunk": (ValueError, "chunk_size=0 must be at least 1", lambda: MaskInfo(3, 3).apply_chunked(0)),
+    "traced offset": (
+        TypeError,
+        "got a traced value",
+        lambda: jax.jit(lambda n: MaskInfo(3, 3).apply_causal(n).bias)(1),
+    ),
     "float offset": (TypeError, "offset", lambda: MaskInfo(3, 3).apply_causal(0.5)),  # pyright: ignore
     "combine": (
         ValueError,

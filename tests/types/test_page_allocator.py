@@ -123,11 +123,11 @@ def test_a_full_shared_page_is_never_copied():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda a: PageAllocator(0, 4), "num_pages must be at least 1, got 0"),
-        (lambda a: PageAllocator(4, 0), "page_size must be at least 1, got 0"),
+        (lambda a: PageAllocator(0, 4), "num_pages=0 must be at least 1"),
+        (lambda a: PageAllocator(4, 0), "page_size=0 must be at least 1"),
         (lambda a: PageAllocator(2**20, 2**12), "more tokens than an int32 slot can name"),
         (lambda a: PageAllocator(np.int32(2**20), np.int32(2**12)), "more tokens than an int32 slot can name"),
-        (lambda a: a.extend(0, -1), "tokens must be at least 0, got -1"),
+        (lambda a: a.extend(0, -1), "tokens=-1 must be at least 0"),
         (lambda a: a.extend(5, 1), "no sequence 5"),
         (lambda a: a.fork(0, 10), "cannot share length=10 tokens of sequence 0, which has 9"),
         (lambda a: a.block_tables([0], 2), "sequence 0 has 3 pages, more than width=2"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .inputs import static_int
+from ejkernel.checks.options import static_int
 
 
 class OutOfPages(RuntimeError):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ejkernel.ops.checks import check_rows
+from ejkernel.checks.arrays import FLOATS, ArrayInput, as_array, int_array, lengths_array
+from ejkernel.checks.options import static_int
+from ejkernel.checks.values import check_rows
 
 from .dims import format_shape
-from .inputs import ArrayInput, as_array, int_array, lengths_array, static_int
 
-FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
 
 

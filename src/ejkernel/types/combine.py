@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.checks.arrays import common_batch, concrete
+
 from . import segments
-from .inputs import common_batch, concrete
 
 if TYPE_CHECKING:
     from .mask import MaskInfo

@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from . import segments
-from .combine import both, intersect, same, unite
-from .inputs import (
+from ejkernel.checks.arrays import (
     ArrayInput,
     bool_array,
     common_batch,
     concrete,
-    cu_seqlens_array,
+    cumulative_lengths,
     lengths_array,
     rows,
-    static_int,
 )
+from ejkernel.checks.options import static_int
+
+from . import segments
+from .combine import both, intersect, same, unite
 from .pattern import BlockPattern
 from .shardings import mask_shardings
 from .visualize import figure, text_picture
@@ -176,11 +177,11 @@ class MaskInfo:
         """
         q_len = static_int("max_q_len", max_q_len, 1)
         kv_len = q_len if max_kv_len is None else static_int("max_kv_len", max_kv_len, 1)
-        q_cu = cu_seqlens_array("cu_q", cu_q, q_len)
+        q_cu = cumulative_lengths("cu_q", cu_q, q_len)
         if cu_kv is None and kv_len == q_len:
             ids, _ = segments.from_cu_seqlens(q_cu, q_len)
             return cls(q_len, kv_len, ids, ids)
-        kv_cu = cu_seqlens_array("cu_q" if cu_kv is None else "cu_kv", cu_q if cu_kv is None else cu_kv, kv_len)
+        kv_cu = cumulative_lengths("cu_q" if cu_kv is None else "cu_kv", cu_q if cu_kv is None else cu_kv, kv_len)
         if q_cu.shape != kv_cu.shape:
             raise ValueError(f"cu_q and cu_kv must describe as many sequences, got {q_cu.shape=}, {kv_cu.shape=}")
         q_ids, q_pos = segments.from_cu_seqlens(q_cu, q_len)

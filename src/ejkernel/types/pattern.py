@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .inputs import ArrayInput, bool_array, concrete, static_int
+from ejkernel.checks.arrays import ArrayInput, bool_array, concrete
+from ejkernel.checks.options import int_pair, static_int
 
 # tokens per block of a pattern that says no size, where nobody else says one
 _UNSAID = 64
@@ -186,8 +187,5 @@ class BlockPattern:
 def _checked_block_size(block_size: Any) -> int | tuple[int, int] | None:
     if block_size is None:
         return None
-    if not isinstance(block_size, (tuple, list)):
-        return static_int("block_size", block_size, 1)
-    if len(block_size) != 2:
-        raise ValueError(f"block_size must be an int or (bq, bk), got {block_size}")
-    return (static_int("block_size[0]", block_size[0], 1), static_int("block_size[1]", block_size[1], 1))
+    pair = int_pair("block_size", block_size, 1)
+    return pair if isinstance(block_size, tuple | list) else pair[0]

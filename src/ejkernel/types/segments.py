@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .inputs import concrete
+from ejkernel.checks.arrays import concrete
 
 
 def from_lengths(lengths: jax.Array, length: int) -> jax.Array:

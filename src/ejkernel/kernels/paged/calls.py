@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ejkernel.kernels.common.options import whole
+from ejkernel.checks.options import static_int
 from ejkernel.kernels.paged.spec import Layout, array, cache, canonicalise
 from ejkernel.ops import Call
 
@@ -66,7 +66,7 @@ def decode_call(
 ) -> Call:
     """Of `decode_attention`: a flat buffer of tokens, cut into pages."""
     query = array("query", query, "(batch, heads, head_dim)", 3)
-    page_size = whole("page_size", page_size)
+    page_size = static_int("page_size", page_size, 1)
     pages = {}
     for (name, given), x in zip(_BUFFERS.items(), (key_buffer, value_buffer), strict=True):
         x = cache(given, x, "(tokens, key heads, head_dim)", 3)

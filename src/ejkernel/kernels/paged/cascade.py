@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.checks.arrays import integers
 from ejkernel.kernels.common.tiles import online_finish
 from ejkernel.kernels.paged.calls import page_call, prefill_call
 from ejkernel.kernels.paged.merge import finished_part, merge
-from ejkernel.kernels.paged.spec import check, finish, integers
+from ejkernel.kernels.paged.spec import check, finish
 from ejkernel.ops import Call
 
 

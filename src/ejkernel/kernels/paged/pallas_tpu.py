@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of, launch
 from ejkernel.kernels.common.tiles import online_finish
 from ejkernel.kernels.paged.merge import finished_part, merge
@@ -52,10 +53,8 @@ class Config:
     joined_rows: int = 128
 
     def __post_init__(self) -> None:
-        for name, least in (("block_q", 1), ("block_k", 1), ("joined_rows", 0)):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < least:
-                raise ValueError(f"{name}={size!r} must be an int from {least} on")
+        config_ints(self, ("block_q", "block_k"))
+        config_ints(self, ("joined_rows",), 0)
 
 
 # How a call is cut -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.options import number, whole
+from ejkernel.checks.options import number, static_int
 from ejkernel.kernels.paged import xla
 from ejkernel.kernels.paged.calls import ragged_decode_call
 from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
@@ -160,7 +160,7 @@ def _cost(estimate: Any) -> Cost | None:
     if estimate is None:
         return None
     try:
-        return Cost(*(whole(f"cost_estimate.{name}", getattr(estimate, name), 0) for name in Cost._fields))
+        return Cost(*(static_int(f"cost_estimate.{name}", getattr(estimate, name), 0) for name in Cost._fields))
     except AttributeError:
         raise TypeError(f"cost_estimate must be a pallas.CostEstimate, got {type(estimate).__name__}") from None
 
@@ -178,7 +178,7 @@ def _ragged(
     options = {"softmax_scale": 1.0, "return_lse": True, "names": _NAMES}
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
     call = replace(call, spec=replace(call.spec, cost=cost))
-    with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=whole("block_size", block_size))):
+    with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=static_int("block_size", block_size, 1))):
         return _parts(call, run(RAGGED_DECODE_ATTENTION, call), mask_value)
 
 

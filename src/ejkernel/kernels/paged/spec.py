@@ -25,9 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.options import flag, number, soft_cap, whole
-from ejkernel.kernels.softmax.spec import FLOATS, sink_logits, window_band
-from ejkernel.ops import Call, Dims, Shards, checks
+from ejkernel.checks import values as checks
+from ejkernel.checks.arrays import FLOATS, integers, misplaced
+from ejkernel.checks.options import flag, number, soft_cap, static_int
+from ejkernel.kernels.softmax.spec import sink_logits, window_band
+from ejkernel.ops import Call, Dims, Shards
 
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -168,7 +170,7 @@ def canonicalise(
         causal=causal,
         window=_window(sliding_window),
         soft_cap=soft_cap(logits_soft_cap),
-        num_splits=None if num_splits is None else whole("num_splits", num_splits),
+        num_splits=None if num_splits is None else static_int("num_splits", num_splits, 1),
         with_lse=flag("return_lse", return_lse),
     )
     N = T // tokens if tokens is not None else None
@@ -345,29 +347,7 @@ class _Integers(NamedTuple):
 
 def _misplaced(xp: Any, starts: Any, T: int, counted: Any) -> Any:
     """Entries of query_start_loc out of order or range; those past the sequences that count are ignored."""
-    starts = xp.asarray(starts)
-    before = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
-    first = xp.arange(starts.shape[0]) == 0
-    bad = (starts < before) | (starts > T) | (first & (starts != 0))
-    return bad & xp.concatenate([xp.ones(1, bool), counted])
-
-
-def integers(name: str, x: Any, *ranks: int) -> Any:
-    """A signed integer array of one of the ranks; host values stay on the host."""
-    if x is None:
-        raise TypeError(f"{name} is needed, got None")
-    try:
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
-    except ValueError:
-        raise ValueError(f"{name} must have rows of one length, got {x!r:.80}") from None
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}")
-    if x.ndim not in ranks:
-        raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} dimensions, got shape {x.shape}")
-    # checks subtract, which narrow or unsigned numbers do not survive
-    if isinstance(x, np.ndarray):
-        return x.astype(np.int64)
-    return x if x.dtype in (jnp.int32, jnp.int64) else x.astype(jnp.int32)
+    return misplaced(xp, xp.asarray(starts), T) & xp.concatenate([xp.ones(1, bool), counted])
 
 
 def check(values: Any, bad: Callable[[Any, Any], Any], message: str, involved: tuple[Any, ...]) -> None:

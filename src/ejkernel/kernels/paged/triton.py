@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
 
@@ -45,16 +47,12 @@ class Config:
     prefill_stages: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("decode_keys", "prefill_rows", "prefill_keys"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 16 or size & (size - 1):
-                raise ValueError(f"{name}={size!r} must be a power of two from 16 on")
+        config_ints(self, ("decode_keys", "prefill_rows", "prefill_keys"), 16, power_of_two=True)
         for name in ("decode_warps", "prefill_warps"):
             if getattr(self, name) not in (1, 2, 4, 8, 16):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 1, 2, 4, 8 or 16")
-        for name, least in (("splits", 1), ("least_keys", 1), ("decode_tokens", 0)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be an int from {least} on")
+        config_ints(self, ("splits", "least_keys"))
+        config_ints(self, ("decode_tokens",), 0)
         if self.splits > 1024:
             raise ValueError(f"splits={self.splits} must be at most 1024")
         if self.decode_apart and self.decode_keys < 16 * self.decode_warps:
@@ -96,7 +94,7 @@ _PREFILL = {
 
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
-    width = max(64, _power_of_two(max(dims.D, dims.Dv)))
+    width = power_of_two(max(dims.D, dims.Dv), 64)
     kind = "hopper" if call.target.capability in (0, 90, 100, 103) else "ampere"  # 0: in the interpreter
     kind = "float32" if call["query"].dtype == jnp.float32 else kind
     narrow = _cache(call).dtype.itemsize == 1
@@ -157,12 +155,8 @@ def search_space(call: Call) -> list[Config]:
     return found
 
 
-def _power_of_two(n: int, least: int = 16) -> int:
-    return max(least, 1 << (n - 1).bit_length())
-
-
 def _decode_rows(dims: Dimensions, tokens: int) -> int:
-    return _power_of_two(max(1, tokens * dims.G))
+    return power_of_two(max(1, tokens * dims.G), 16)
 
 
 def _cache(call: Call) -> Any:
@@ -224,8 +218,8 @@ class _Launch:
             "L": dims.L,
             "D": dims.D,
             "DV": dims.Dv,
-            "BD": _power_of_two(dims.D, least),
-            "BDV": _power_of_two(dims.Dv, least),
+            "BD": power_of_two(dims.D, least),
+            "BDV": power_of_two(dims.Dv, least),
             "K_TOKEN": both * dims.Hkv * dims.D,
             "V_TOKEN": both * dims.Hkv * dims.Dv,
             "K_HEAD": both * dims.D,
@@ -331,9 +325,9 @@ def _decode(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shape
     if splits == 1:
         return results
     given = dict(zip(("p_parts", "p_sums", "p_tops"), results, strict=True))
-    chunk = min(16, _power_of_two(splits))
+    chunk = min(16, power_of_two(splits, 16))
     return launch.run(
-        merge_kernel, dims.B * dims.N * dims.Hkv * rows, shapes, 4, 1, old, BS=_power_of_two(splits), CHUNK=chunk,
+        merge_kernel, dims.B * dims.N * dims.Hkv * rows, shapes, 4, 1, old, BS=power_of_two(splits, 16), CHUNK=chunk,
         **sizes, **given,
     )  # fmt: skip
 

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.paged.spec import array, cache, cache_scale, check, integers
+from ejkernel.checks.arrays import integers
+from ejkernel.kernels.paged.spec import array, cache, cache_scale, check
 
 
 def write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.tiles import (
     MASKED,
     Online,
@@ -49,10 +50,7 @@ class Config:
     block_k: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive int")
+        config_ints(self, ("block_q", "block_k"))
 
 
 def unsupported(call: Call) -> list[str]:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.pooling.spec import canonicalise
 from ejkernel.ops import Call, Dims, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
@@ -11,7 +12,7 @@ from ejkernel.ops.operation import Arrays, random_arrays
 def bucket(call: Call) -> str:
     """Tuned under the chunk and the width of a token; the length only decides how many programs there are."""
     _, _, H, D = call["x"].shape
-    width = 1 << (H * D - 1).bit_length()
+    width = power_of_two(H * D)
     return f"{call['x'].dtype.name}/chunk{call.spec.chunk_size}/width{width}"
 
 

@@ -8,10 +8,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.checks.arrays import FLOATS, concrete, cumulative_lengths
+from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
 from ejkernel.ops import Call
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -33,36 +33,22 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     if x.ndim < 3:
         raise ValueError(f"x must be (batch, length, heads, head_dim), its shape is {x.shape}")
     x = folded(x)
-    if x.dtype.name not in DTYPES:
-        raise TypeError(f"x must be one of {', '.join(DTYPES)}, it is {x.dtype}")
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):
-        raise TypeError(f"{chunk_size=} must be an int")
-    if chunk_size < 1:
-        raise ValueError(f"{chunk_size=} must be at least 1")
-    chunk_size = int(chunk_size)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"x must be one of {', '.join(FLOATS)}, it is {x.dtype}")
+    chunk_size = static_int("chunk_size", chunk_size, 1)
     if cu_seqlens is None:
         return Call(Spec(chunk_size, _chunks(x.shape[1], chunk_size)), {"x": x})
-    rows = _packed_rows(cu_seqlens, x, chunk_size)
-    return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": jnp.asarray(cu_seqlens, jnp.int32)[None]})
-
-
-def _packed_rows(cu_seqlens: Any, x: jax.Array, chunk_size: int) -> int:
-    """Check `cu_seqlens`; the rows of the result, or the most there can be where its values are unknown."""
     B, T, _, _ = x.shape
-    traced = isinstance(cu_seqlens, jax.core.Tracer)
-    cu_seqlens = cu_seqlens if traced else np.asarray(cu_seqlens)
-    if cu_seqlens.ndim != 1 or cu_seqlens.size < 1:
-        raise ValueError(f"cu_seqlens must be (num_sequences + 1,), its shape is {cu_seqlens.shape}")
-    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise TypeError(f"cu_seqlens must be integers, it is {cu_seqlens.dtype}")
     if B != 1:
         raise ValueError(f"with cu_seqlens x must be (1, tokens, heads, head_dim), its shape is {x.shape}")
-    if traced:
-        # ceil(n / c) <= (n + c - 1) / c, summed over the sequences
-        return (T + (cu_seqlens.size - 1) * (chunk_size - 1)) // chunk_size
-    if cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any() or cu_seqlens[-1] > T:
-        raise ValueError(f"cu_seqlens must rise from 0 to at most {T} tokens, it is {cu_seqlens.tolist()}")
-    return int(_chunks(np.diff(cu_seqlens), chunk_size).sum())
+    values = concrete(cu_seqlens)
+    ends = cumulative_lengths("cu_seqlens", cu_seqlens if values is None else values, T, fewest=0)
+    if values is None:
+        # the most there can be: ceil(n / c) <= (n + c - 1) / c, summed over the sequences
+        rows = (T + (ends.size - 1) * (chunk_size - 1)) // chunk_size
+    else:
+        rows = int(_chunks(np.diff(values), chunk_size).sum())
+    return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": ends[None]})
 
 
 def _chunks(length: Any, chunk_size: int) -> Any:

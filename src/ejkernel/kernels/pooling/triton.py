@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.bridge import triton_call
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.pooling.spec import batch, row_bounds, token_rows
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -22,10 +23,7 @@ class Config:
     num_warps: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("block_t", "block_w", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
+        config_ints(self, ("block_t", "block_w", "num_warps"), power_of_two=True)
         if self.num_warps > 16:
             raise ValueError(f"num_warps={self.num_warps} must be at most 16")
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.checks.arrays import bool_array
+from ejkernel.checks.options import int_pair
 from ejkernel.types import BlockPattern, MaskInfo
-from ejkernel.types.inputs import bool_array
 
 Counts = tuple[int, int, int, int]  # batch, heads, query blocks, key blocks
 
@@ -39,7 +40,7 @@ def _pattern(block_mask: Any, block_size: Any, sizes: tuple[int, int, int, int])
     if block_size is None:
         raise ValueError("block_size is needed unless block_mask is a BlockPattern")
     B, H, T, S = sizes
-    block = _pair(block_size)
+    block = int_pair("block_size", block_size, 1)
     counts = (B, H, -(-T // block[0]), -(-S // block[1]))
     blocks = _evaluated(block_mask, counts) if callable(block_mask) else bool_array("block_mask", block_mask)
     if blocks.ndim not in (2, 3, 4):
@@ -57,17 +58,10 @@ def _sized(pattern: BlockPattern, block_size: Any) -> BlockPattern:
     if block_size is None:
         return pattern
     if pattern.block_size is None:
-        return dataclasses.replace(pattern, block_size=_pair(block_size))
-    if _pair(block_size) != pattern.block_shape:
+        return dataclasses.replace(pattern, block_size=int_pair("block_size", block_size, 1))
+    if int_pair("block_size", block_size, 1) != pattern.block_shape:
         raise ValueError(f"block_size={block_size} but the pattern's blocks are {pattern.block_size}")
     return pattern
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
-        raise ValueError(f"block_size={size!r} must be a positive int or a pair of them")
-    return pair
 
 
 # A function of block indices --------------------------------------------------------------------------------

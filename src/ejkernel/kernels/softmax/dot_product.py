@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import core as jax_core
 
+from ejkernel.checks.arrays import FLOATS
+from ejkernel.checks.options import flag, int_pair
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
-from ejkernel.kernels.common.options import flag
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.kernels.softmax.spec import FLOATS, canonicalise
+from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Call, run
 from ejkernel.ops.target import target_of
 from ejkernel.types import MaskInfo
@@ -161,10 +161,8 @@ def _lengths(name: str, x: Any, length: int, rows: int) -> jax.Array:
 
 def _banded(mask: MaskInfo, is_causal: bool, window: Any, offset: int) -> MaskInfo:
     if window is not None:
-        pair = (window, window) if isinstance(window, int | np.integer) else tuple(window)
-        if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in pair):
-            raise ValueError(f"local_window_size={window!r} must be an int or a pair (left, right) of ints")
-        mask = mask.narrowed((offset - int(pair[0]), offset + int(pair[1])))
+        left, right = int_pair("local_window_size", window)
+        mask = mask.narrowed((offset - left, offset + right))
     return mask.apply_causal(offset) if is_causal else mask
 
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
@@ -80,12 +81,9 @@ class Config:
     persistent: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block_k", "dq_block_k", "dkv_block_q"):
-            if (size := getattr(self, name)) < 64 or size % 64:
-                raise ValueError(f"{name}={size} must be a positive multiple of 64")
+        config_ints(self, ("block_k", "dq_block_k", "dkv_block_q"), 64, multiple=64)
         for name, least in (("stages", 2), ("dq_slots", 3), ("dkv_stages", 1)):
-            if (count := getattr(self, name)) < least:
-                raise ValueError(f"{name}={count} must be at least {least}")
+            config_ints(self, (name,), least)
         if self.semantics not in ("warpgroup", "lane"):
             raise ValueError(f"semantics={self.semantics!r} must be 'warpgroup' or 'lane'")
 

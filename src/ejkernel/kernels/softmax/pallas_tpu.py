@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of
 from ejkernel.kernels.softmax import pallas_tpu_bwd, pallas_tpu_fwd
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
@@ -46,12 +47,8 @@ class Config:
     backward_block_k: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k", "backward_block_q", "backward_block_k"):
-            size = getattr(self, name)
-            if size is None and name.startswith("backward"):
-                continue
-            if not isinstance(size, int) or size < 1 or size % SUBLANES:
-                raise ValueError(f"{name}={size!r} must be a positive multiple of {SUBLANES}")
+        backward = [name for name in ("backward_block_q", "backward_block_k") if getattr(self, name) is not None]
+        config_ints(self, ("block_q", "block_k", *backward), SUBLANES, multiple=SUBLANES)
 
     @property
     def forward(self) -> tuple[int, int]:

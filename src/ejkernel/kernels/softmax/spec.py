@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.checks.arrays import FLOATS, cumulative_lengths
+from ejkernel.checks.options import flag, number, soft_cap
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, folded_specs, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
-from ejkernel.kernels.common.options import flag, number, soft_cap
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.ops import Call, Dims, Shards
-from ejkernel.ops.checks import check_rows
 from ejkernel.types import MaskInfo
-
-FLOATS = ("float32", "bfloat16", "float16")
 
 ARRAYS = {
     "query": Dims("B T H D", grad=True, broadcasts=False),
@@ -308,19 +306,6 @@ def _varlen_mask(dims: Dimensions, cum_q: Any, cum_k: Any) -> MaskInfo:
     if k is not None and k.shape != q.shape:
         raise ValueError(f"cum_seqlens_q {q.shape} and cum_seqlens_k {k.shape} must have the same length")
     return MaskInfo.from_cu_seqlens(q, k, max_q_len=dims.T, max_kv_len=dims.S)
-
-
-def cumulative_lengths(name: str, cum: Any, total: int) -> jax.Array:
-    """Cumulative lengths as int32, in order and inside the tokens there are."""
-    array = jnp.asarray(cum)
-    if array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be int32 (sequences + 1,), got {array.dtype} {array.shape}")
-    values = cum if isinstance(cum, jax.Array) else np.asarray(cum)
-    numbers = jnp if isinstance(cum, jax.Array) else np
-    bad = (values < 0) | (values > total) | (numbers.diff(values, prepend=values[:1]) < 0)
-    bad = bad | ((numbers.arange(len(values)) == 0) & (values != 0))
-    check_rows(values, bad, f"{name} must start at 0, never decrease, and end within the {total} tokens")
-    return jnp.clip(jax.lax.cummax(array.astype(jnp.int32)), 0, total)
 
 
 def _check_mask(mask: MaskInfo, dims: Dimensions) -> None:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.dropout import threshold
+from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.schedule import Lists, Side, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
@@ -27,9 +29,7 @@ class Tile:
     stages: int
 
     def __post_init__(self) -> None:
-        for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
-            if not isinstance(size, int) or size < 16 or size & (size - 1):
-                raise ValueError(f"{name}={size!r} must be a power of two from 16 on")
+        config_ints(self, ("block_q", "block_k"), 16, power_of_two=True)
         if self.warps not in (1, 2, 4, 8, 16) or self.stages < 1:
             raise ValueError(f"warps={self.warps} must be 1, 2, 4, 8 or 16 and stages={self.stages} at least 1")
 
@@ -102,7 +102,7 @@ _FLOAT32 = {
 
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
-    width = max(64, _power_of_two(max(dims.D, dims.Dv)))
+    width = power_of_two(max(dims.D, dims.Dv), 64)
     tables = {0: _HOPPER, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}  # 0: in the interpreter
     table = _FLOAT32 if call["query"].dtype == jnp.float32 else tables.get(call.target.capability, _AMPERE)
     arrays = "bias" in call or "mask" in call
@@ -120,10 +120,6 @@ def search_space(call: Call) -> list[Config]:
     turned = {t: Tile(t.block_k, t.block_q, t.warps, t.stages) for t in tiles}
     backward = [replace(base, dq=t, dkv=turned[t], dv=turned[t] if base.dv else None) for t in tiles]
     return [replace(base, forward=t) for t in tiles] + backward
-
-
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def _precision(call: Call) -> str:
@@ -193,8 +189,8 @@ class _Launch:
             "G": dims.G,
             "D": dims.D,
             "DV": dims.Dv,
-            "BD": _power_of_two(dims.D),
-            "BDV": _power_of_two(dims.Dv),
+            "BD": power_of_two(dims.D, 16),
+            "BDV": power_of_two(dims.Dv, 16),
             "BQ": tile.block_q,
             "BK": tile.block_k,
             "LO": spec.band.lo,

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.checks.arrays import FLOATS
 from ejkernel.kernels.softmax.reference import dropped, weighted_values, weights
-from ejkernel.kernels.softmax.spec import FLOATS
 from ejkernel.ops import Call, say_it_has_no_kernel
 
 

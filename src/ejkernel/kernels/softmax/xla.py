@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.common.tiles import (
     MASKED,
@@ -45,10 +46,7 @@ class Config:
     lanes: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k", "lanes"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive int")
+        config_ints(self, ("block_q", "block_k", "lanes"))
 
 
 def unsupported(call: Call) -> list[str]:

@@ -1,6 +1,5 @@
-"""Checks and conversions of what a caller hands to the mask constructors."""
+"""Checks and conversions of arrays that a caller hands over."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ejkernel.ops.checks import check_rows
+from ejkernel.checks.values import check_rows
 
 ArrayInput = ArrayLike | Sequence[Any]
+# dtypes of queries, keys and values
+FLOATS = ("float32", "bfloat16", "float16")
 INT32_MIN, INT32_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
@@ -58,47 +59,49 @@ def bool_array(name: str, x: ArrayInput) -> jax.Array | np.ndarray:
     return array != 0
 
 
-def static_int(name: str, value: Any, minimum: int | None = None) -> int:
-    """`value` as a Python int, known while tracing and not below `minimum`."""
-    if isinstance(value, (bool, np.bool_, Tracer)):
-        raise TypeError(f"{name} must be a static int, got {value!r}")
+def integers(name: str, x: Any, *ranks: int) -> Any:
+    """A signed integer array of one of the ranks; host values stay on the host."""
+    if x is None:
+        raise TypeError(f"{name} is needed, got None")
     try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a static int, got {type(value).__name__}: {value!r:.80}") from None
-    if minimum is not None and number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
-    return number
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name} must have rows of one length, got {x!r:.80}") from None
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
+    if x.ndim not in ranks:
+        raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} dimensions, got shape {x.shape}")
+    # checks subtract, which narrow or unsigned numbers do not survive
+    if isinstance(x, np.ndarray):
+        return x.astype(np.int64)
+    return x if x.dtype in (jnp.int32, jnp.int64) else x.astype(jnp.int32)
 
 
-def lengths_array(name: str, x: ArrayInput, maximum: int) -> jax.Array:
-    """(B,) int32 lengths; concrete values must lie in [0, maximum]."""
-    lengths = int_array(name, x)
-    if lengths.ndim > 1:
-        raise ValueError(f"{name} must have shape (B,), got {lengths.shape}")
-    values = concrete(x)
-    if values is not None and values.size and (values.min() < 0 or values.max() > maximum):
-        raise ValueError(f"{name} must lie in [0, {maximum}], got values in [{values.min()}, {values.max()}]")
-    if values is None:
-        check_rows(lengths, (lengths < 0) | (lengths > maximum), f"{name} must lie in [0, {maximum}]")
-    return lengths.reshape(-1)
+def lengths_array(name: str, x: ArrayInput, most: int) -> jax.Array:
+    """(B,) int32 lengths, each from 0 to `most`; those on a device are fetched to see, unless they are traced."""
+    lengths = integers(name, x, 0, 1)
+    values = concrete(lengths)
+    given = lengths if values is None else values
+    check_rows(given, (given < 0) | (given > most), f"{name} must lie in [0, {most}]")
+    return jnp.asarray(lengths, jnp.int32).reshape(-1)
 
 
-def cu_seqlens_array(name: str, x: ArrayInput, maximum: int) -> jax.Array:
-    """(N+1,) int32 cumulative lengths; concrete values must start at 0, not decrease and end by `maximum`."""
-    cu = int_array(name, x)
-    if cu.ndim != 1 or cu.shape[0] < 2:
-        raise ValueError(f"{name} must have shape (N+1,) with N >= 1, got {cu.shape}")
-    values = concrete(x)
-    if values is None:
-        bad = (cu < 0) | (cu > maximum) | (jnp.diff(cu, prepend=0) < 0) | ((jnp.arange(len(cu)) == 0) & (cu != 0))
-        check_rows(cu, bad, f"{name} must start at 0, never decrease and end by {maximum}")
-        return cu
-    if values[0] != 0 or (np.diff(values) < 0).any():
-        raise ValueError(f"{name} must start at 0 and never decrease, got {values.tolist()!s:.120}")
-    if values[-1] > maximum:
-        raise ValueError(f"{name} ends at {values[-1]}, past the packed length {maximum}")
-    return cu
+def cumulative_lengths(name: str, x: ArrayInput, total: int, *, fewest: int = 1) -> jax.Array:
+    """(N + 1,) int32 cumulative lengths of at least `fewest` sequences, in order and inside the tokens there are."""
+    cumulative = integers(name, x, 1)
+    if cumulative.shape[0] <= fewest:
+        raise ValueError(f"{name} must have shape (sequences + 1,), got {cumulative.shape}")
+    xp = jnp if isinstance(cumulative, jax.Array) else np
+    message = f"{name} must start at 0, never decrease, and end within the {total} tokens"
+    check_rows(cumulative, misplaced(xp, cumulative, total), message)
+    return jnp.clip(jax.lax.cummax(jnp.asarray(cumulative, jnp.int32)), 0, total)
+
+
+def misplaced(xp: Any, cumulative: Any, total: int) -> Any:
+    """Which entries of cumulative lengths are out of order or range; `xp` is numpy or jax.numpy."""
+    before = xp.concatenate([xp.zeros(1, cumulative.dtype), cumulative[:-1]])
+    first = xp.arange(cumulative.shape[0]) == 0
+    return (cumulative < before) | (cumulative > total) | (first & (cumulative != 0))
 
 
 def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:
