@@ -81,6 +81,8 @@ _HOPPER_WITH_ARRAYS = {
     128: (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
     256: (((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2)),) * 2,
 }
+# a pattern's cells pass through it once: no room for a third stage of 256 columns beside them
+_HOPPER_WITH_PATTERN = _HOPPER | {256: (((128, 32, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),) * 2}
 # compiled, never timed: they fit the tensor memory and hardly spill
 _BLACKWELL = {
     64: (((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 4, 3)),) * 2,
@@ -106,8 +108,8 @@ def default_config(call: Call) -> Config:
     tables = {0: _HOPPER, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}  # 0: in the interpreter
     table = _FLOAT32 if call["query"].dtype == jnp.float32 else tables.get(call.target.capability, _AMPERE)
     arrays = "bias" in call or "mask" in call
-    if arrays and table is _HOPPER:
-        table = _HOPPER_WITH_ARRAYS
+    if table is _HOPPER and (arrays or "pattern" in call):
+        table = _HOPPER_WITH_ARRAYS if arrays else _HOPPER_WITH_PATTERN
     tiles = [Tile(*tile) for tile in table[width][0 if _hides_anything(call) else 1]]
     if arrays and table is not _HOPPER_WITH_ARRAYS:
         tiles = [replace(tile, stages=1) for tile in tiles]
