@@ -365,8 +365,12 @@ PACKED = (
     Case("packed-cross-causal", B=1, T=60, S=100, cum_q=(0, 20, 50), cum_k=(0, 40, 90), options=CAUSAL),
     Case("packed-cross-window", B=1, T=60, S=60, cum_q=(0, 20, 60), cum_k=(0, 30, 55), options={"sliding_window": 7}),
     Case("packed-four-dimensions", B=1, T=100, H=4, Hkv=2, cum_q=(0, 40, 100), packed=False, options=CAUSAL),
+    Case("packed-bfloat16-padding", B=1, T=64, H=2, Hkv=1, dtype="bfloat16", cum_q=(0, 30, 30, 50), lse=False,
+         options={**CAUSAL, "sliding_window": 20}),
+    Case("packed-float16-cross-causal", B=1, T=32, S=64, dtype="float16", cum_q=(0, 12, 20, 30), cum_k=(0, 30, 30, 60),
+         lse=False, options=CAUSAL),
     Case("packed-bfloat16-sinks", B=1, T=100, dtype="bfloat16", cum_q=(0, 40, 70), sinks="H", options=CAUSAL),
-)
+)  # fmt: skip
 UNNORMALISED = (
     Case("unnormalised", options=UNDIVIDED),
     Case("unnormalised-causal-T>S", T=70, S=33, options={**UNDIVIDED, **CAUSAL}),
@@ -386,6 +390,7 @@ WIDE = (
     _wide("wide-D96-float16", D=96, T=200, dtype="float16"),
     _wide("wide-D96-lengths-window", B=2, D=96, mask=partial(_lengths, q=(300, 111)), options={"sliding_window": 50}),
     _wide("wide-D128-segments-gqa-causal", H=4, Hkv=2, mask=partial(segments, padding=40), options=CAUSAL),
+    _wide("wide-D128-packed-gqa-causal", H=4, Hkv=2, cum_q=(0, 7, 140, 140, 260), lse=False, options=CAUSAL),
     _wide("wide-D128-window-soft-cap", options={**CAUSAL, "sliding_window": 60, "logits_soft_cap": 4.0}),
     _wide("wide-D128-one-query", B=2, T=1, S=300, H=4, Hkv=2, options=CAUSAL),
     _wide("wide-D128-bias-dropout", T=200, bias="1HTS", options={**CAUSAL, **DROPOUT}),

@@ -32,7 +32,7 @@ HIDING = [
     "bias-HTS-masked",
     "soft-cap-segments",
     "dropout-bfloat16-segments",
-    "packed-padding",
+    "packed-bfloat16-padding",
     "packed-cross-causal",
     "unnormalised-causal-T>S",
     "unnormalised-segments-no-lse",
@@ -40,7 +40,12 @@ HIDING = [
     "everything-masked",
     "everything-bfloat16",
 ]
-WIDE_HIDING = ["wide-D96-lengths-window", "wide-D128-segments-gqa-causal", "wide-D256-segments-soft-cap"]
+WIDE_HIDING = [
+    "wide-D96-lengths-window",
+    "wide-D128-packed-gqa-causal",
+    "wide-D128-segments-gqa-causal",
+    "wide-D256-segments-soft-cap",
+]
 
 
 def seen_by(case):

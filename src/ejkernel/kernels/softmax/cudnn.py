@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,13 @@ import jax.numpy as jnp
 from ejkernel.kernels.softmax.gradients import output_cotangent
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
+
+Arrays = dict[str, jax.Array]
+
+# of packed sequences it keeps T log-sum-exps each: with more, that is several times the query
+MOST_SEQUENCES = 128
+# before JAX 0.11.1 the places of packed keys are counted in query heads (jax #39521), without an error
+FINDS_KEYS = jax.__version_info__ >= (0, 11, 1)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ def unsupported(call: Call) -> list[str]:
     banded = spec.band.lo is not None or spec.band.hi is not None
     hi = _causal(dims)
     head_dim = 256 if call.target.capability >= 90 else 128
+    packed = "q_offsets" in call
     limits = {
         f"dtype {call['query'].dtype}: only bfloat16 and float16": call["query"].dtype == jnp.float32,
         f"head_dim {dims.D}: only multiples of 8 up to {head_dim}": dims.D % 8 != 0 or head_dim < dims.D,
@@ -37,12 +46,39 @@ def unsupported(call: Call) -> list[str]:
         f"logits_dtype {spec.logits_dtype}": spec.logits_dtype != "float32",
         "bias": "bias" in call,
         "sinks": "sinks" in call,
-        "segments, lengths and packed sequences": "q_segments" in call,
-        "explicit positions": "q_positions" in call,
+        "segments and lengths, unless given as cum_seqlens": "q_segments" in call and not packed,
+        "explicit positions": "q_positions" in call and not packed,
         "dense masks": "mask" in call,
         "block patterns": "pattern" in call,
     }
+    reasons = [reason for reason, holds in limits.items() if holds]
+    return reasons + (_unsupported_packing(call, dims) if packed else [])
+
+
+def _unsupported_packing(call: Call, dims: Dimensions) -> list[str]:
+    """What of packed sequences JAX's call of cuDNN cannot do."""
+    sequences = call["q_offsets"].shape[1] - 1
+    words = dims.B * max(dims.T, dims.S) * dims.H * dims.D
+    limits = {
+        f"packed sequences on compute capability {call.target.capability / 10}: only 9.0 and later": (
+            call.target.capability < 90
+        ),
+        "packed keys of other lengths than the queries'": "kv_offsets" in call or dims.T != dims.S,
+        f"{sequences} packed sequences: only up to {MOST_SEQUENCES}": sequences > MOST_SEQUENCES,
+        f"{words} numbers in packed queries: only below 2^31": words >= 2**31,
+        f"JAX {jax.__version__}: its call of cuDNN takes no packed sequences": not _takes_offsets(),
+        f"packed sequences with G={dims.G}: JAX {jax.__version__} looks for their keys in the wrong place": (
+            dims.G > 1 and not FINDS_KEYS
+        ),
+    }
     return [reason for reason, holds in limits.items() if holds]
+
+
+def _takes_offsets() -> bool:
+    """Private in JAX: there from 0.5 on."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    return hasattr(fused, "_fix_seqlen_offsets") and hasattr(fused, "_dot_product_attention_bwd_p_wrapper")
 
 
 def default_config(call: Call) -> Config:
@@ -70,33 +106,102 @@ def _options(call: Call) -> dict[str, Any]:
     }
 
 
-def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+# Packed sequences -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The packed sequences of a call, at least two a row: JAX takes a single one for no packing.
+
+    Attributes:
+        ids: the sequence of each token (B, T), negative beyond the last one.
+        starts: (B, M), from the row's first token.
+        lengths: (B, M).
+    """
+
+    ids: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+
+    @classmethod
+    def of(cls, call: Call) -> "Packing | None":
+        if "q_offsets" not in call:
+            return None
+        dims, offsets = dimensions(call), call["q_offsets"]
+        offsets = jnp.broadcast_to(offsets, (dims.B, offsets.shape[1]))
+        if offsets.shape[1] == 2:
+            offsets = jnp.pad(offsets, ((0, 0), (0, 1)), mode="edge")
+        ids = jnp.broadcast_to(call["q_segments"], (dims.B, dims.T))
+        return cls(ids, offsets[:, :-1], jnp.diff(offsets))
+
+    def operands(self) -> dict[str, jax.Array]:
+        """As JAX's call names them; it wants no end of the last sequence, but a place for it."""
+        places = jnp.pad(self.starts, ((0, 0), (0, 1)), constant_values=-1)
+        return {"q_seqlen": self.lengths, "kv_seqlen": self.lengths, "q_offsets": places, "kv_offsets": places}
+
+    def zero_beyond(self, x: jax.Array) -> jax.Array:
+        """(B, T, H, D) without the tokens of no sequence: cuDNN reads them, and writes nothing there."""
+        return jnp.where((self.ids >= 0)[..., None, None], x, 0)
+
+    def by_token(self, stats: jax.Array) -> jax.Array:
+        """The log-sum-exp (B, H, T) from cuDNN's (B * M, H, T): sequence by sequence, each from its first token."""
+        B, M = self.starts.shape
+        _, H, T = stats.shape
+        ids = jnp.maximum(self.ids, 0)
+        at = jnp.arange(T, dtype=jnp.int32) - jnp.take_along_axis(self.starts, ids, axis=1)  # (B, T)
+        rows, heads = jnp.arange(B)[:, None, None], jnp.arange(H)[None, :, None]
+        lse = stats.reshape(B, M, H, T)[rows, ids[:, None], heads, jnp.maximum(at, 0)[:, None]]
+        return jnp.where((self.ids >= 0)[:, None], lse, -jnp.inf)
+
+    def by_sequence(self, lse: jax.Array) -> jax.Array:
+        """cuDNN's (B * M, H, T) from the log-sum-exp (B, H, T)."""
+        _, H, T = lse.shape
+        index = jnp.arange(T, dtype=jnp.int32)
+        at = jnp.minimum(self.starts[..., None] + index, T - 1)[:, :, None]  # (B, M, 1, T)
+        stats = jnp.take_along_axis(lse[:, None], at, axis=3)
+        inside = (index < self.lengths[..., None])[:, :, None]
+        return jnp.where(inside, stats, 0.0).reshape(-1, H, T)
+
+
+# The two passes ---------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     # jax.nn.dot_product_attention calls this too, but rounds the lse it returns to the inputs' dtype (0.10 to 0.12)
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    qkv = call["query"], call["key"], call["value"]
-    results: Any = fused.dot_product_attention(*qkv, **_options(call), return_residual=True)
-    outputs: dict[str, jax.Array] = {"out": results[0], "lse": results[1]}
+    attend: Any = partial(fused.dot_product_attention, **_options(call), return_residual=True)
+    qkv = [call["query"], call["key"], call["value"]]
+    packing = Packing.of(call)
+    if packing is None:
+        out, lse = attend(*qkv)
+    else:
+        out, stats = attend(*map(packing.zero_beyond, qkv), **packing.operands())
+        out, lse = packing.zero_beyond(out), packing.by_token(stats)
+    outputs: Arrays = {"out": out, "lse": lse}
     return outputs, outputs
 
 
-def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
     # JAX has no public call for the backward alone (0.10 to 0.12); through jax.vjp the forward would run twice.
     # No flag for determinism here: XLA overwrites force_deterministic with what the program's options say
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     none = jnp.zeros(0, call["query"].dtype)
+    tokens = [call["query"], call["key"], call["value"], output_cotangent(residuals, cotangents)]
+    lengths, lse, packing = [none] * 4, residuals["lse"], Packing.of(call)
+    if packing is not None:
+        tokens = [packing.zero_beyond(x) for x in tokens]
+        lengths, lse = list(packing.operands().values()), packing.by_sequence(lse)
+    query, key, value, dout = tokens
     # JAX 0.12 asks for a function of the scores
     wanted = inspect.signature(fused._dot_product_attention_bwd_impl).parameters
     unmodified = {"score_mod": None} if "score_mod" in wanted else {}
     gradients = fused._dot_product_attention_bwd_p_wrapper.bind(
-        call["query"],
-        call["key"],
-        call["value"],
-        *([none] * 7),  # bias, lengths, offsets and page tables
-        residuals["lse"],
-        residuals["out"],
-        output_cotangent(residuals, cotangents),
+        *(query, key, value, none),  # no bias
+        *lengths,
+        *(none, none),  # no page tables
+        *(lse, residuals["out"], dout),
         **_options(call),
         seed=42,
         dropout_rate=0.0,
@@ -104,6 +209,8 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         layout=fused.AttentionLayout.BTNH.value,
         **unmodified,
     )
+    if packing is not None:
+        gradients = [packing.zero_beyond(x) for x in gradients]
     return dict(zip(("query", "key", "value"), gradients, strict=True))
 
 

@@ -33,6 +33,7 @@ def bucket(call: Call) -> str:
 
 def _struct_call(
     *,
+    B: int = 2,
     T: int = 128,
     S: int = 128,
     H: int = 2,
@@ -43,7 +44,7 @@ def _struct_call(
     **options: Any,
 ) -> Call:
     """A canonical call on shapes alone; an option given as a function is made inside."""
-    shapes = [(2, T, H, D), (2, S, Hkv, D), (2, S, Hkv, Dv or D)]
+    shapes = [(B, T, H, D), (B, S, Hkv, D), (B, S, Hkv, Dv or D)]
     found: list[Call] = []
 
     def build(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -71,6 +72,7 @@ def probes() -> dict[str, Call]:
         "two-sided window": _struct_call(sliding_window=(16, 48)),
         "chunks": _struct_call(mask_info=lambda: MaskInfo(q_len=128, kv_len=128).apply_chunked(32)),
         "segments": _struct_call(mask_info=lambda: MaskInfo.from_segments(_ids(128))),
+        "packed sequences": _struct_call(B=1, causal=True, cum_seqlens_q=lambda: jnp.array([0, 50, 128])),
         "explicit positions": _struct_call(
             mask_info=lambda: MaskInfo.from_segments(_ids(128), None, _ids(128), _ids(128)), causal=True
         ),
@@ -99,7 +101,10 @@ def example(call: Call) -> Arrays:
     """A call like this one in which nothing is padding and every position is the token's own."""
     positions = {name: call[name] for name in ("q_positions", "kv_positions") if name in call}
     counted = {n: jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape) for n, x in positions.items()}
-    return random_arrays(call) | counted
+    lengths = {"q_offsets": call["query"].shape[1], "kv_offsets": call["key"].shape[1]}
+    # one sequence of all tokens, as the segments say, and empty ones
+    packed = {n: jnp.full(call[n].shape, size, jnp.int32).at[:, 0].set(0) for n, size in lengths.items() if n in call}
+    return random_arrays(call) | counted | packed
 
 
 SPLITS = Splits(

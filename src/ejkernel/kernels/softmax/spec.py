@@ -28,6 +28,9 @@ ARRAYS = {
     "mask": Dims("B H T S"),
     "pattern": Dims("B H Tb Sb"),
     "dropout_seeds": Dims("B H", broadcasts=False),
+    # where packed sequences begin and the last one ends: what the segments (and positions) of the call say, again
+    "q_offsets": Dims("B N+1"),
+    "kv_offsets": Dims("B N+1"),
 }
 
 OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "argmax": "B H T"}
@@ -109,11 +112,14 @@ def canonicalise(
     batch = _check_batch(query, key, value)
     query, key, value = folded(query), folded(key), folded(value)
     dims = _check_shapes(query, key, value)
-    mask = _combined_mask(dims, mask_info, cum_seqlens_q, cum_seqlens_k)
+    offsets = _packed_offsets(dims, cum_seqlens_q, cum_seqlens_k)
+    mask = _combined_mask(dims, mask_info, offsets)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     arrays["bias"] = _bias(bias, dims, batch)
     arrays["sinks"] = _sinks(softmax_aux, dims)
     arrays |= _mask_arrays(mask)
+    if mask_info is None:  # which may hide more, and the offsets would not say so
+        arrays |= {name: None if x is None else x[None] for name, x in offsets.items()}
     dropout = number("dropout_prob", dropout_prob)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout_prob={dropout_prob} must be at least 0 and below 1")
@@ -281,22 +287,12 @@ def _sinks(softmax_aux: Any, dims: Dimensions) -> jax.Array | None:
 # Masks ------------------------------------------------------------------------------------------------------
 
 
-def _combined_mask(dims: Dimensions, mask_info: Any, cum_q: Any, cum_k: Any) -> MaskInfo:
-    if mask_info is not None and not isinstance(mask_info, MaskInfo):
-        raise TypeError(f"mask_info must be a MaskInfo, got {type(mask_info).__name__}")
-    mask = MaskInfo(q_len=dims.T, kv_len=dims.S)
+def _packed_offsets(dims: Dimensions, cum_q: Any, cum_k: Any) -> dict[str, jax.Array | None]:
+    """The checked offsets of packed sequences; those of the keys are None where they are the queries' own."""
     if cum_q is None and cum_k is not None:
         raise ValueError("cum_seqlens_k needs cum_seqlens_q")
-    if cum_q is not None:
-        mask = _varlen_mask(dims, cum_q, cum_k)
-    if mask_info is not None:
-        mask_info = mask_info.with_lengths(dims.T, dims.S)
-        _check_mask(mask_info, dims)
-        mask = mask & mask_info if cum_q is not None else mask_info
-    return mask
-
-
-def _varlen_mask(dims: Dimensions, cum_q: Any, cum_k: Any) -> MaskInfo:
+    if cum_q is None:
+        return {}
     if dims.B != 1:
         raise ValueError(f"cum_seqlens_q packs sequences into one row; query has batch {dims.B}, needed 1")
     q = cumulative_lengths("cum_seqlens_q", cum_q, dims.T)
@@ -305,7 +301,20 @@ def _varlen_mask(dims: Dimensions, cum_q: Any, cum_k: Any) -> MaskInfo:
     k = None if cum_k is None or cum_k is cum_q else cumulative_lengths("cum_seqlens_k", cum_k, dims.S)
     if k is not None and k.shape != q.shape:
         raise ValueError(f"cum_seqlens_q {q.shape} and cum_seqlens_k {k.shape} must have the same length")
-    return MaskInfo.from_cu_seqlens(q, k, max_q_len=dims.T, max_kv_len=dims.S)
+    return {"q_offsets": q, "kv_offsets": k}
+
+
+def _combined_mask(dims: Dimensions, mask_info: Any, offsets: dict[str, Any]) -> MaskInfo:
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise TypeError(f"mask_info must be a MaskInfo, got {type(mask_info).__name__}")
+    mask = MaskInfo(q_len=dims.T, kv_len=dims.S)
+    if offsets:
+        mask = MaskInfo.from_cu_seqlens(*offsets.values(), max_q_len=dims.T, max_kv_len=dims.S)
+    if mask_info is not None:
+        mask_info = mask_info.with_lengths(dims.T, dims.S)
+        _check_mask(mask_info, dims)
+        mask = mask & mask_info if offsets else mask_info
+    return mask
 
 
 def _check_mask(mask: MaskInfo, dims: Dimensions) -> None:

@@ -78,11 +78,11 @@ class Case:
         structs = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in self.shapes().items()}
         if self.documents is not None:
             structs["segments"] = jax.ShapeDtypeStruct((1, self.T), jnp.int32)
+            structs["offsets"] = jax.ShapeDtypeStruct((self.documents + 1,), jnp.int32)
         return structs
 
     def arguments(self, arrays: Arrays) -> dict[str, Any]:
-        mask = MaskInfo.from_segments(arrays["segments"]) if "segments" in arrays else None
-        options = {"causal": self.causal, "sliding_window": self.sliding_window, "mask_info": mask}
+        options = {"causal": self.causal, "sliding_window": self.sliding_window, "cum_seqlens_q": arrays.get("offsets")}
         return {name: arrays[name] for name in TRAINED} | options
 
 
@@ -120,12 +120,15 @@ class Attention:
             for name, shape in case.shapes().items()
         }
         if case.documents is not None:
-            self.arrays["segments"] = jnp.asarray(np.arange(case.T)[None] * case.documents // case.T, jnp.int32)
+            segments = np.arange(case.T) * case.documents // case.T
+            self.arrays["segments"] = jnp.asarray(segments[None], jnp.int32)
+            offsets = np.searchsorted(segments, np.arange(case.documents + 1))
+            self.arrays["offsets"] = jnp.asarray(offsets, jnp.int32)
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
     def truths(self, quiet: Quiet) -> list[Truth]:
         """Of the output and the gradients, by the definition in float32; the naive errors by it in the case's dtype."""
-        wide = {name: x.astype(jnp.float32) if name != "segments" else x for name, x in self.arrays.items()}
+        wide = {name: x.astype(jnp.float32) if name in self.case.shapes() else x for name, x in self.arrays.items()}
         exact = self._defined(jnp.float32, wide, quiet)
         # in float32 the naive computation is the definition itself
         is_exact = self.case.dtype == "float32"
