@@ -53,5 +53,6 @@ PLATFORMS = (
     Platform("xla", "gpu", tiles=True, precision="highest"),
     Platform("pallas", "gpu"),
     Platform("cudnn", "gpu"),
+    Platform("cute", "gpu"),
     Platform("triton", "gpu", precision="highest"),
 )

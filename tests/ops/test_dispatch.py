@@ -28,7 +28,7 @@ def test_explain_names_platform_config_and_refusals():
     told = explain(flash_attention, Q, Q, Q, causal=True)
     assert told.operation == "flash_attention" and told.platform == "xla"
     assert told.config == xla.default_config(canonicalise(Q, Q, Q, causal=True)) and told.config_source == "default"
-    assert set(told.refusals) == {"triton", "pallas", "cudnn"} and all(told.refusals.values())
+    assert set(told.refusals) == {"triton", "pallas", "cudnn", "cute"} and all(told.refusals.values())
     assert told.target.backend == "cpu"
 
 

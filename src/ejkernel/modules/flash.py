@@ -64,7 +64,7 @@ def flash_attention(
         precision: of the matmuls on float32 inputs, as in `jax.lax.dot_general`.
         logits_dtype: the logits are rounded to it before the softmax, which is float32 always.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32; `(H, T)` for a query `(T, H, D)`.
-        platform: None or "auto", "xla", "triton", "pallas", "cudnn".
+        platform: None or "auto", "xla", "triton", "pallas", "cudnn", "cute".
         cfg: the platform's `Config`, or a dict of its fields.
         mesh: devices to split the call over, with `in_specs`; alone, the device it is compiled for.
         in_specs: one `PartitionSpec` each for query, key, value (and bias, ...), or a dict by name.

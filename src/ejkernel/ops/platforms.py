@@ -23,6 +23,7 @@ class Platform:
         backends: where it runs.
         packages: what must be installed beside JAX, by the names they are imported under.
         extra: the extra of this package that installs them.
+        python: the oldest Python they are made for, where that is newer than the oldest here.
         interpreter: the backend whose kernels `ejkernel.ops.interpret()` runs on a CPU.
     """
 
@@ -30,6 +31,7 @@ class Platform:
     backends: tuple[str, ...]
     packages: tuple[str, ...] = ()
     extra: str | None = None
+    python: str | None = None
     interpreter: str | None = None
 
     def backend(self, target: Target) -> str:
@@ -43,7 +45,8 @@ class Platform:
     def missing(self) -> list[str]:
         """Why it cannot be loaded, as far as that is seen without loading it."""
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        return [f"the package {name} is not installed (pip install 'ejkernel[{self.extra}]')" for name in absent]
+        on = f", on Python {self.python} or newer" if self.python else ""
+        return [f"the package {name} is not installed (pip install 'ejkernel[{self.extra}]'{on})" for name in absent]
 
 
 _ROWS = (
@@ -51,5 +54,6 @@ _ROWS = (
     Platform("triton", ("gpu",), packages=("triton",), extra="cuda", interpreter="gpu"),
     Platform("pallas", ("gpu", "tpu"), interpreter="tpu"),
     Platform("cudnn", ("gpu",)),
+    Platform("cute", ("gpu",), packages=("fa4_jax",), extra="fa4", python="3.12"),
 )
 PLATFORMS = {row.name: row for row in _ROWS}

@@ -17,6 +17,7 @@ IMPLEMENTATIONS = {
     "triton": "ejkernel.kernels.softmax.triton",
     "pallas": {"gpu": "ejkernel.kernels.softmax.mosaic_gpu", "tpu": "ejkernel.kernels.softmax.pallas_tpu"},
     "cudnn": "ejkernel.kernels.softmax.cudnn",
+    "cute": "ejkernel.kernels.softmax.cute",
 }
 
 
@@ -120,7 +121,7 @@ _family = partial(
 FLASH_ATTENTION = _family(
     name="flash_attention",
     implementations=IMPLEMENTATIONS,
-    preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
+    preference={"cpu": ("xla",), "gpu": ("cudnn", "cute", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
 )
 
 BLOCKSPARSE_ATTENTION = _family(
@@ -132,7 +133,7 @@ BLOCKSPARSE_ATTENTION = _family(
 SCALED_DOT_PRODUCT_ATTENTION = _family(
     name="scaled_dot_product_attention",
     implementations=IMPLEMENTATIONS,
-    preference={"cpu": ("xla",), "gpu": ("cudnn", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
+    preference={"cpu": ("xla",), "gpu": ("cudnn", "cute", "pallas", "triton", "xla"), "tpu": ("pallas", "xla")},
 )
 
 OPERATIONS = (FLASH_ATTENTION, BLOCKSPARSE_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION)

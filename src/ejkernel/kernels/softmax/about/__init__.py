@@ -29,7 +29,7 @@ FAMILY = Family(
         help="Attention, dense and masked, both passes, against JAX's and PyTorch's best.",
         cases=all_cases,
         problem=Attention,
-        platforms={"cpu": ("xla",), "gpu": ("auto", "triton", "pallas", "cudnn"), "tpu": ("pallas", "xla")},
+        platforms={"cpu": ("xla",), "gpu": ("auto", "triton", "pallas", "cudnn", "cute"), "tpu": ("pallas", "xla")},
         peers=peers,
         trained=TRAINED,
     ),
