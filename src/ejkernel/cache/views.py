@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from ejkernel.checks.arrays import FLOATS, ArrayInput, as_array, int_array, lengths_array
 from ejkernel.checks.options import static_int
 from ejkernel.checks.values import check_rows
-
-from .dims import format_shape
+from ejkernel.kernels.paged.writes import stored
+from ejkernel.modules.kv_cache import write_kv_pages
+from ejkernel.types.dims import format_shape
 
 DTYPES = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -203,8 +204,6 @@ class PagedCacheView:
         >>> cache.key_pages[..., 0, 0].tolist()
         [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
         """
-        from ejkernel.modules.kv_cache import write_kv_pages  # which the types must not need to load
-
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return PagedCacheView(*write_kv_pages(self.key_pages, self.value_pages, key, value, slots, **scales))
 
@@ -319,8 +318,6 @@ def _check_pair(key_name: str, key: Any, value_name: str, value: Any, dims: str)
 
 
 def _put(cache: jax.Array, at: Any, tokens: jax.Array) -> jax.Array:
-    from ejkernel.kernels.paged.writes import stored  # which the types must not need to load
-
     if tokens.dtype.name not in FLOATS:
         raise TypeError(f"new keys and values must be {', '.join(FLOATS)}; got {tokens.dtype}")
     return jnp.asarray(cache).at[at].set(stored(tokens, cache.dtype), mode="drop", unique_indices=True)
