@@ -4,22 +4,20 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import common_batch, concrete
+from ejkernel.types import segments
+from ejkernel.types.parts import MaskParts
+from ejkernel.types.pattern import BlockPattern
 
-from . import segments
-
-if TYPE_CHECKING:
-    from .mask import MaskInfo
-    from .pattern import BlockPattern
+M = TypeVar("M", bound=MaskParts)
 
 
-def intersect(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
+def intersect(left: M, right: M) -> M:
     """What both masks show; the left one's explicit positions are kept, else the right one's."""
     a, b, frame = _partners(left, right)
     a, b = _in_frame(a, frame), _in_frame(b, frame)
@@ -33,10 +31,18 @@ def intersect(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
         pattern=pattern,
         cross=a.cross or b.cross,
     ).narrowed(b.band)
-    return merged if b.chunk is None else merged.apply_chunked(b.chunk)
+    return merged if b.chunk is None else chunked(merged, b.chunk)
 
 
-def unite(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
+def chunked(mask: M, size: int) -> M:
+    """The mask in chunks of that size; dense where it is in others already that do not nest with them."""
+    if mask.chunk is None or max(mask.chunk, size) % min(mask.chunk, size) == 0:
+        return dataclasses.replace(mask, chunk=min(mask.chunk or size, size))
+    other = dataclasses.replace(mask, band=(None, None), chunk=size).frame_mask()
+    return dataclasses.replace(mask, dense=both(mask.canonical().dense, other))
+
+
+def unite(left: M, right: M) -> M:
     """What either mask shows; the left one's explicit positions are kept, else the right one's.
 
     Symbolic where one mask shows all that the other does, part by part, or where they differ in one part that has a
@@ -63,7 +69,7 @@ def unite(left: "MaskInfo", right: "MaskInfo") -> "MaskInfo":
     return dataclasses.replace(alone, dense=either, cross=cross, **shared)
 
 
-def _partners(left: "MaskInfo", right: "MaskInfo") -> "tuple[MaskInfo, MaskInfo, MaskInfo]":
+def _partners(left: M, right: M) -> tuple[M, M, M]:
     """Both at full rank and the same lengths, and the one whose positions count; ValueError if they do not fit."""
     left, right = left.with_lengths(right.q_len, right.kv_len), right.with_lengths(left.q_len, left.kv_len)
     a, b = left.shape, right.shape
@@ -93,21 +99,20 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a & b
 
 
-def _in_frame(mask: "MaskInfo", frame: "MaskInfo") -> "MaskInfo":
+def _in_frame(mask: M, frame: M) -> M:
     """The same mask on another's positions: band and chunk become dense if they rest on different ones."""
     moved = dataclasses.replace(mask, q_pos=frame.q_pos, kv_pos=frame.kv_pos)
     if _rests_on(mask, frame):
         return moved
-    own = mask.frame_mask(jnp.arange(mask.q_len), jnp.arange(mask.kv_len))  # (B|1, 1, T, S)
-    return dataclasses.replace(moved, dense=both(mask.dense, own), band=(None, None), chunk=None)
+    return dataclasses.replace(moved, dense=both(mask.dense, mask.frame_mask()), band=(None, None), chunk=None)
 
 
-def _rests_on(mask: "MaskInfo", frame: "MaskInfo") -> bool:
+def _rests_on(mask: M, frame: M) -> bool:
     """Whether a mask says the same on another's positions."""
     return not mask.has_frame_parts() or (same(mask.q_pos, frame.q_pos) and same(mask.kv_pos, frame.kv_pos))
 
 
-def _intersect_ids(a: "MaskInfo", b: "MaskInfo") -> tuple[Any, Any]:
+def _intersect_ids(a: M, b: M) -> tuple[Any, Any]:
     if b.q_ids is None or (a.q_ids is b.q_ids and a.kv_ids is b.kv_ids):
         return a.q_ids, a.kv_ids
     if a.q_ids is None:
@@ -115,7 +120,7 @@ def _intersect_ids(a: "MaskInfo", b: "MaskInfo") -> tuple[Any, Any]:
     return segments.intersect(a.q_ids, a.kv_ids, b.q_ids, b.kv_ids)
 
 
-def _intersect_patterns(a: "MaskInfo", b: "MaskInfo") -> "tuple[BlockPattern | None, jax.Array | None]":
+def _intersect_patterns(a: M, b: M) -> tuple[BlockPattern | None, jax.Array | None]:
     """One pattern, or the left one and a dense mask for the right one where their block sizes do not nest."""
     if a.pattern is None or b.pattern is None:
         return (b.pattern if a.pattern is None else a.pattern), None
@@ -134,7 +139,7 @@ _PARTS = ("q_ids", "kv_ids", "pattern", "dense", "band", "chunk")
 _NOTHING: dict[str, Any] = {"band": (None, None)}  # what a part is that hides nothing, where that is not None
 
 
-def _agreeing_fields(a: "MaskInfo", b: "MaskInfo") -> list[str]:
+def _agreeing_fields(a: M, b: M) -> list[str]:
     """The fields of parts that hide the same in both, and may be left out of their union and applied to it after."""
     found = ["q_ids", "kv_ids"] if _order_ids(a, b) == "same" and a.q_ids is not None else []
     found += ["pattern"] if _order_patterns(a, b) == "same" and a.pattern is not None else []
@@ -150,29 +155,29 @@ def _order(a: Any, b: Any, equal: bool) -> Order:
     return "wider" if a is None else "narrower" if b is None else "apart"
 
 
-def _order_ids(a: "MaskInfo", b: "MaskInfo") -> Order:
+def _order_ids(a: M, b: M) -> Order:
     return _order(a.q_ids, b.q_ids, same(a.q_ids, b.q_ids) and same(a.kv_ids, b.kv_ids))
 
 
-def _order_dense(a: "MaskInfo", b: "MaskInfo") -> Order:
+def _order_dense(a: M, b: M) -> Order:
     return _order(a.dense, b.dense, same(a.dense, b.dense))
 
 
-def _order_patterns(a: "MaskInfo", b: "MaskInfo") -> Order:
+def _order_patterns(a: M, b: M) -> Order:
     if a.pattern is None or b.pattern is None:
         return _order(a.pattern, b.pattern, a.pattern is b.pattern)
     equal = a.pattern.block_shape == b.pattern.block_shape and same(a.pattern.blocks, b.pattern.blocks)
     return "same" if equal else "apart"
 
 
-def _order_chunks(a: "MaskInfo", b: "MaskInfo") -> Order:
+def _order_chunks(a: M, b: M) -> Order:
     if a.chunk is None or b.chunk is None or a.chunk == b.chunk:
         return _order(a.chunk, b.chunk, a.chunk == b.chunk)
     small, large = sorted((a.chunk, b.chunk))
     return "apart" if large % small else "wider" if a.chunk == large else "narrower"
 
 
-def _order_bands(a: "MaskInfo", b: "MaskInfo") -> Order:
+def _order_bands(a: M, b: M) -> Order:
     (a_lo, a_hi), (b_lo, b_hi) = _limits(a.band), _limits(b.band)
     if (a_lo, a_hi) == (b_lo, b_hi) or (a_lo > a_hi and b_lo > b_hi):
         return "same"
@@ -186,7 +191,7 @@ def _limits(band: tuple[int | None, int | None]) -> tuple[float, float]:
     return -math.inf if lo is None else lo, math.inf if hi is None else hi
 
 
-def _unite_bands(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo | None":
+def _unite_bands(a: M, b: M) -> M | None:
     """One band, where no distance lies between the two."""
     (a_lo, a_hi), (b_lo, b_hi) = _limits(a.band), _limits(b.band)
     if max(a_lo, b_lo) > min(a_hi, b_hi) + 1:
@@ -195,16 +200,16 @@ def _unite_bands(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo | None":
     return dataclasses.replace(a, band=(None if lo == -math.inf else int(lo), None if hi == math.inf else int(hi)))
 
 
-def _unite_patterns(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo | None":
+def _unite_patterns(a: M, b: M) -> M | None:
     pattern = a.pattern.combine(b.pattern, a.q_len, a.kv_len, operator.or_)
     return None if pattern is None else dataclasses.replace(a, pattern=pattern)
 
 
-def _unite_dense(a: "MaskInfo", b: "MaskInfo") -> "MaskInfo":
+def _unite_dense(a: M, b: M) -> M:
     return dataclasses.replace(a, dense=a.dense | b.dense)
 
 
-def _no_union(a: "MaskInfo", b: "MaskInfo") -> None:
+def _no_union(a: M, b: M) -> None:
     return None
 
 
@@ -215,7 +220,7 @@ _ORDERS: dict[str, Callable[..., Order]] = {
     "band": _order_bands,
     "chunk": _order_chunks,
 }
-_UNIONS: dict[str, Callable[..., "MaskInfo | None"]] = {
+_UNIONS: dict[str, Callable[..., Any]] = {
     "ids": _no_union,
     "pattern": _unite_patterns,
     "dense": _unite_dense,

@@ -19,27 +19,24 @@ from ejkernel.checks.arrays import (
     rows,
 )
 from ejkernel.checks.options import static_int
+from ejkernel.types import segments
+from ejkernel.types.combine import chunked, intersect, same, unite
+from ejkernel.types.parts import ARRAY_FIELDS, STATIC_FIELDS, MaskParts, with_rank
+from ejkernel.types.pattern import BlockPattern
+from ejkernel.types.shardings import mask_shardings
+from ejkernel.types.visualize import figure, text_picture
 
-from . import segments
-from .combine import both, intersect, same, unite
-from .pattern import BlockPattern
-from .shardings import mask_shardings
-from .visualize import figure, text_picture
-
-ARRAY_FIELDS = ("q_ids", "kv_ids", "q_pos", "kv_pos", "dense", "pattern")
-STATIC_FIELDS = ("q_len", "kv_len", "band", "chunk", "cross")
 PUBLIC_NAMES = {
     "q_segment_ids": "q_ids",
     "kv_segment_ids": "kv_ids",
     "q_positions": "q_pos",
     "kv_positions": "kv_pos",
 }
-Band = tuple[int | None, int | None]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAY_FIELDS), meta_fields=list(STATIC_FIELDS))
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskInfo:
+class MaskInfo(MaskParts):
     """Which keys each query sees: everything that all of the parts below allow. `MaskInfo(T, S)` allows everything.
 
     Segments, lengths, causality, windows, chunks and block patterns stay symbolic; `is_symbolic` and the repr say
@@ -71,23 +68,6 @@ class MaskInfo:
     >>> mask.q_positions.tolist()
     [[0, 1, 0, 1, 0]]
     """
-
-    q_len: int
-    kv_len: int
-    # arrays; other leaves (shardings, axes) under tree maps
-    q_ids: Any = None
-    kv_ids: Any = None
-    q_pos: Any = None
-    kv_pos: Any = None
-    dense: Any = None
-    pattern: Any = None
-    band: Band = (None, None)
-    chunk: int | None = None
-    cross: bool = False
-
-    def __post_init__(self):
-        static_int("q_len", self.q_len, 1)
-        static_int("kv_len", self.kv_len, 1)
 
     # make
 
@@ -124,7 +104,7 @@ class MaskInfo:
         kv_pos = None if kv_positions is None else rows("kv_positions", kv_positions, kv_len)
         kv_pos = q_pos if kv_positions is q_positions else kv_pos
         cross = not (same(q_ids, kv_ids) and same(q_pos, kv_pos))
-        return cls(q_len, kv_len, q_ids, kv_ids, q_pos, kv_pos, cross=cross)._checked()
+        return cls(q_len, kv_len, q_ids, kv_ids, q_pos, kv_pos, cross=cross).checked()
 
     @classmethod
     def from_attention_mask(cls, mask: ArrayInput) -> "MaskInfo":
@@ -214,7 +194,7 @@ class MaskInfo:
                 raise ValueError(f"kv_lengths must be given when kv_len differs from q_len, got {q_len=}, {kv_len=}")
             return cls(T, S, q_ids, q_ids)
         kv_ids = segments.from_lengths(lengths_array("kv_lengths", kv_lengths, S), S)
-        return cls(T, S, q_ids, kv_ids, cross=not same(q_ids, kv_ids))._checked()
+        return cls(T, S, q_ids, kv_ids, cross=not same(q_ids, kv_ids)).checked()
 
     @classmethod
     def from_block_pattern(cls, pattern: BlockPattern, *, q_len: int, kv_len: int | None = None) -> "MaskInfo":
@@ -284,10 +264,7 @@ class MaskInfo:
         [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
         """
         chunk_size = static_int("chunk_size", chunk_size, 1)
-        if self.chunk is None or max(self.chunk, chunk_size) % min(self.chunk, chunk_size) == 0:
-            return dataclasses.replace(self, chunk=min(self.chunk or chunk_size, chunk_size))
-        other = MaskInfo(self.q_len, self.kv_len, q_pos=self.q_pos, kv_pos=self.kv_pos, chunk=chunk_size)
-        return dataclasses.replace(self, dense=both(self.canonical().dense, other.element_mask()))
+        return chunked(self, chunk_size)
 
     def apply_kv_lengths(self, lengths: ArrayInput) -> "MaskInfo":
         """Also hides the keys from `lengths` (B,) on, by index: their segment ids become -1.
@@ -296,7 +273,7 @@ class MaskInfo:
         [[1, 0, 0], [1, 0, 0]]
         """
         inside = segments.from_lengths(lengths_array("lengths", lengths, self.kv_len), self.kv_len)
-        q_ids, kv_ids = self._ids_or_zeros()
+        q_ids, kv_ids = self.ids_or_zeros()
         common_batch({"mask": self.batch_size, "lengths": inside.shape[0]})
         return dataclasses.replace(self, q_ids=q_ids, kv_ids=jnp.where(inside < 0, -1, kv_ids))
 
@@ -327,7 +304,7 @@ class MaskInfo:
         if combine == "intersect":
             return self & types
         if combine == "replace":
-            return dataclasses.replace(types, q_pos=self.q_pos, kv_pos=self.kv_pos)._checked()
+            return dataclasses.replace(types, q_pos=self.q_pos, kv_pos=self.kv_pos).checked()
         if combine != "union":
             raise ValueError(f"combine must be 'union', 'intersect' or 'replace', got {combine!r}")
         typed = dataclasses.replace(types, q_ids=jnp.where(q_types > 0, q_types, -1))
@@ -382,36 +359,9 @@ class MaskInfo:
             fields["chunk"] = static_int("chunk", fields["chunk"], 1)
         if fields.get("dense") is not None:
             fields["dense"] = jnp.asarray(bool_array("dense", fields["dense"]))
-        return dataclasses.replace(self, **fields)._checked()
+        return dataclasses.replace(self, **fields).checked()
 
     # read
-
-    def element_mask(self, q_index: jax.Array | None = None, kv_index: jax.Array | None = None) -> jax.Array:
-        """The mask at these query and key indices, (t,) and (s,): bool (B|1, H|1, t, s). None takes all.
-
-        Every other view of the mask is built from this one.
-        """
-        m = self.canonical()
-        everything = q_index is None and kv_index is None
-        q_index = jnp.arange(self.q_len) if q_index is None else q_index
-        kv_index = jnp.arange(self.kv_len) if kv_index is None else kv_index
-        mask = jnp.ones((1, 1, len(q_index), len(kv_index)), bool)
-        if m.q_ids is not None:
-            q, k = m.q_ids[:, None, q_index, None], m.kv_ids[:, None, None, kv_index]
-            mask &= (q == k) & (q >= 0)
-        if m.has_frame_parts():
-            mask &= m.frame_mask(q_index, kv_index)
-        if m.pattern is not None:
-            bq, bk = m.pattern.block_shape
-            mask &= jnp.asarray(m.pattern.blocks)[:, :, (q_index // bq)[:, None], (kv_index // bk)[None]]
-        if m.dense is not None:
-            mask &= m.dense if everything else m.dense[:, :, q_index[:, None], kv_index[None]]
-        return mask
-
-    @property
-    def is_symbolic(self) -> bool:
-        """Whether the mask is a description alone and holds no T x S array. Static."""
-        return self.dense is None
 
     @property
     def attention_mask(self) -> jax.Array:
@@ -425,18 +375,6 @@ class MaskInfo:
         A bias cannot say that a query sees nothing: such a row becomes a uniform softmax.
         """
         return jnp.where(self.attention_mask, 0.0, jnp.finfo(jnp.float32).min).astype(jnp.float32)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(B, H or 1, T, S), the shape of `attention_mask`."""
-        m = self.canonical()
-        heads = [x.shape[1] for x in (m.dense, m.pattern and m.pattern.blocks) if x is not None]
-        return (m._batch(), max(heads, default=1), self.q_len, self.kv_len)
-
-    @property
-    def batch_size(self) -> int:
-        """B, 1 where nothing depends on the row."""
-        return self.canonical()._batch()
 
     @property
     def q_segment_ids(self) -> jax.Array:
@@ -516,121 +454,17 @@ class MaskInfo:
         draw = text_picture if kind == "text" else figure
         return draw(self, batch=batch, head=head, max_cells=static_int("max_cells", max_cells, 1))
 
-    def __repr__(self) -> str:
-        arrays = {"segments": self.q_ids, "positions": self.q_pos, "pattern": self.pattern}
-        words = [f"T={self.q_len}", f"S={self.kv_len}"]
-        words += [name for name, part in arrays.items() if part is not None]
-        words += [f"dense={getattr(self.dense, 'shape', self.dense)}"] if self.dense is not None else []
-        words += [f"band={self.band}"] if self.band != (None, None) else []
-        words += [f"chunk={self.chunk}"] if self.chunk is not None else []
-        return f"MaskInfo({', '.join(words)})"
-
-    # parts
-
-    def canonical(self) -> "MaskInfo":
-        """The same with every array at its full rank (2 for ids and positions, 4 for dense and blocks) and length.
-
-        Inside `vmap` and `scan` the fields lack their batch axis, after them they may have one more; a length of 1
-        stands for any. Kernels read the fields through this.
-        """
-        T, S = self.q_len, self.kv_len
-        lengths = {"q_ids": (T,), "kv_ids": (S,), "q_pos": (T,), "kv_pos": (S,), "dense": (T, S)}
-        arrays = {name: _at_length(getattr(self, name), lengths) for name, lengths in lengths.items()}
-        pattern = self.pattern and dataclasses.replace(self.pattern, blocks=_with_rank(self.pattern.blocks, 4))
-        return dataclasses.replace(self, **arrays, pattern=pattern)
-
-    def with_lengths(self, q_len: int, kv_len: int) -> "MaskInfo":
-        """The same for other lengths, on each side where the arrays say nothing of single tokens; else as it is."""
-        q_sizes = [x.shape[axis] for x, axis in ((self.q_ids, -1), (self.q_pos, -1), (self.dense, -2)) if x is not None]
-        kv_sizes = [x.shape[-1] for x in (self.kv_ids, self.kv_pos, self.dense) if x is not None]
-        free = [
-            self.pattern is None and length > 1 and set(sizes) == {1}
-            for length, sizes in ((self.q_len, q_sizes), (self.kv_len, kv_sizes))
-        ]
-        return dataclasses.replace(
-            self, q_len=q_len if free[0] else self.q_len, kv_len=kv_len if free[1] else self.kv_len
-        )
-
-    def _batch(self) -> int:
-        parts = {name: getattr(self, name) for name in ARRAY_FIELDS}
-        parts["pattern"] = self.pattern and self.pattern.blocks
-        return common_batch({name: x.shape[0] for name, x in parts.items() if x is not None})
-
-    def _checked(self) -> "MaskInfo":
-        """Itself, if the shapes of its parts agree."""
-        m = self.canonical()
-        m._batch()
-        T, S = self.q_len, self.kv_len
-        for a, b in (("q_ids", "kv_ids"), ("q_pos", "kv_pos")):
-            if (getattr(m, a) is None) != (getattr(m, b) is None):
-                raise ValueError(f"{a} and {b} must be given together")
-            for name, length in ((a, T), (b, S)):
-                x = getattr(m, name)
-                if x is not None and x.shape[1] != length:
-                    raise ValueError(f"{name} must have shape (B, {length}), got {x.shape}")
-        if m.dense is not None and m.dense.shape[2:] != (T, S):
-            raise ValueError(f"dense must have shape (B, H, {T}, {S}), got {m.dense.shape}")
-        heads = {x.shape[1] for x in (m.dense, m.pattern and m.pattern.blocks) if x is not None} - {1}
-        if len(heads) > 1:
-            raise ValueError(f"dense mask and pattern must have one head or as many, got {sorted(heads)}")
-        return self if m.pattern is None else dataclasses.replace(self, pattern=self.pattern.fitted(T, S))
-
-    def narrowed(self, band: Band) -> "MaskInfo":
-        """Also requires `lo <= k - q <= hi`, in positions."""
-        lows = [x for x in (self.band[0], band[0]) if x is not None]
-        highs = [x for x in (self.band[1], band[1]) if x is not None]
-        return dataclasses.replace(self, band=(max(lows, default=None), min(highs, default=None)))
-
-    def has_frame_parts(self) -> bool:
-        """Whether positions matter: there is a band or a chunk."""
-        return self.band != (None, None) or self.chunk is not None
-
-    def frame_mask(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
-        """What band and chunk allow: bool (B|1, 1, t, s)."""
-        if self.q_pos is None:
-            q, k = (q_index + self.kv_len - self.q_len)[None], kv_index[None]
-        else:
-            q, k = self.q_pos[:, q_index], self.kv_pos[:, kv_index]
-        q, k = q[:, None, :, None], k[:, None, None, :]
-        lo, hi = self.band
-        mask = jnp.ones((1, 1, 1, 1), bool)
-        mask = mask if lo is None else mask & (k - q >= lo)
-        mask = mask if hi is None else mask & (k - q <= hi)
-        return mask if self.chunk is None else mask & (q // self.chunk == k // self.chunk)
-
     def _segment_ids(self) -> tuple[Any, Any]:
         m = self.canonical()
         if m.dense is None:
-            return m._ids_or_zeros()
+            return m.ids_or_zeros()
         mask = concrete(dataclasses.replace(m, band=(None, None), chunk=None, pattern=None).element_mask())
         if mask is None:
             raise ValueError("segment ids of a dense mask need its values, these are traced")
         return segments.from_dense(mask)
 
-    def _ids_or_zeros(self) -> tuple[jax.Array, jax.Array]:
-        m = self.canonical()
-        if m.q_ids is not None:
-            return m.q_ids, m.kv_ids
-        return jnp.zeros((1, self.q_len), jnp.int32), jnp.zeros((1, self.kv_len), jnp.int32)
-
     def _positions(self, explicit: jax.Array | None, side: int, length: int) -> jax.Array:
-        positions = _with_rank(explicit, 2)
+        positions = with_rank(explicit, 2)
         if positions is None:
-            positions = segments.positions_within(self._ids_or_zeros()[side])
+            positions = segments.positions_within(self.ids_or_zeros()[side])
         return jnp.broadcast_to(positions, (self.batch_size, length))
-
-
-def _at_length(x: Any, lengths: tuple[int, ...]) -> Any:
-    """`x` at its full rank, with a length of 1 broadcast."""
-    x = _with_rank(x, 2 if len(lengths) == 1 else 4)
-    if x is None or x.shape[-len(lengths) :] == lengths:
-        return x
-    leading, sizes = x.shape[: -len(lengths)], x.shape[-len(lengths) :]
-    return jnp.broadcast_to(x, (*leading, *(n if size == 1 else size for size, n in zip(sizes, lengths, strict=True))))
-
-
-def _with_rank(x: Any, rank: int) -> Any:
-    """Adds a missing batch axis, or folds extra leading axes into it."""
-    if x is None or x.ndim == rank:
-        return x
-    return x[None] if x.ndim < rank else x.reshape(-1, *x.shape[-(rank - 1) :])

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-if TYPE_CHECKING:
-    from .mask import MaskInfo
+from ejkernel.types.parts import MaskParts
 
 MASK_DIMS = {
     "q_ids": "B T",
@@ -18,10 +17,11 @@ MASK_DIMS = {
     "dense": "B H T S",
     "pattern": "B H nq nk",
 }
+M = TypeVar("M", bound=MaskParts)
 Axes = str | tuple[str, ...] | None
 
 
-def mask_shardings(mask: "MaskInfo", mesh: Mesh | AbstractMesh, axes: Mapping[str, Axes]) -> "MaskInfo":
+def mask_shardings(mask: M, mesh: Mesh | AbstractMesh, axes: Mapping[str, Axes]) -> M:
     """The mask's tree with a NamedSharding per array, from mesh axes by dimension."""
 
     def sharding(path, x):

@@ -1,17 +1,16 @@
 """Pictures of a mask: text, or a matplotlib figure."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from .mask import MaskInfo
+from ejkernel.types.parts import MaskParts
 
 NONE, SOME, ALL = "·", "▒", "█"
 
 
-def visibility(mask: "MaskInfo", batch: int, head: int, max_cells: int) -> np.ndarray:
+def visibility(mask: MaskParts, batch: int, head: int, max_cells: int) -> np.ndarray:
     """The visible fraction per cell, at most (max_cells, max_cells); made in strips, never all of T x S at once."""
     B, H, T, S = mask.shape
     if not (0 <= batch < B and 0 <= head < H):
@@ -28,14 +27,14 @@ def visibility(mask: "MaskInfo", batch: int, head: int, max_cells: int) -> np.nd
     return np.stack(strips)
 
 
-def text_picture(mask: "MaskInfo", *, batch: int = 0, head: int = 0, max_cells: int = 64) -> str:
+def text_picture(mask: MaskParts, *, batch: int = 0, head: int = 0, max_cells: int = 64) -> str:
     """One line per query (or group of queries), one character per key (or group): all, some or nothing visible."""
     cells = visibility(mask, batch, head, max_cells)
     lines = ["".join(ALL if x == 1 else NONE if x == 0 else SOME for x in row) for row in cells]
     return "\n".join([f"{mask!r}  batch {batch}, head {head}; rows: queries, columns: keys", *lines])
 
 
-def figure(mask: "MaskInfo", *, batch: int = 0, head: int = 0, max_cells: int = 512) -> Any:
+def figure(mask: MaskParts, *, batch: int = 0, head: int = 0, max_cells: int = 512) -> Any:
     """The same as a `matplotlib.figure.Figure`; needs matplotlib, opens no window."""
     from matplotlib.figure import Figure  # optional and slow to import
 
