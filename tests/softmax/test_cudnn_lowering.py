@@ -88,7 +88,7 @@ def packed_call(Hkv=H, offsets=(0, 40, 40, 100), target=HOPPER, **options):
 
 
 @pytest.mark.parametrize("offsets", [OFFSETS[0], [0, 100]], ids=["three", "one"])
-@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("name", ["full", "causal"])
 def test_packed_calls_are_those_of_jax(name, offsets):
     options, theirs = CASES[name]
     starts = [*offsets[:-1], 100] if len(offsets) == 2 else offsets[:-1]
@@ -158,6 +158,8 @@ def test_the_log_sum_exps_of_packed_sequences():
 
 PACKED_REFUSALS = {
     "compute capability 8.0: only 9.0 and later": lambda: packed_call(target=Target("gpu", "nvidia_a100", "sm_80")),
+    "windows of packed sequences": lambda: packed_call(causal=True, sliding_window=(31, 0)),
+    "scale -0.5: only positive ones": lambda: packed_call(softmax_scale=-0.5),
     "packed keys of other lengths": lambda: packed_call(cum_seqlens_k=jnp.asarray([0, 10, 40, 100])),
     "129 packed sequences: only up to 128": lambda: packed_call(offsets=[0] * 129 + [128]),
     "segments and lengths, unless": lambda: packed_call(mask_info=MaskInfo.from_segments(jnp.zeros((1, T), int))),
