@@ -3,6 +3,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+NEWEST ?= .venv-newest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
@@ -10,20 +11,21 @@ export JAX_PLATFORMS
 export TPU_SKIP_MDS_QUERY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types pytest tpu-aot bench tables clean
+.PHONY: help quickstart test lint types pytest newest tpu-aot bench tables clean
 
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
-	@echo "make test         lint, types, tests and doctests"
+	@echo "make test         lint, types, tests and doctests, and a few tests with the newest JAX and Triton"
+	@echo "make newest       those few alone, in $(NEWEST)"
 	@echo "make tpu-aot      compile every TPU kernel for v4, v5e, v5p and v6e, and print its roofline"
 	@echo "make bench        measure attention against peers on this machine"
 	@echo "make tables       regenerate the tables in the READMEs"
-	@echo "make clean        remove $(VENV), caches and build outputs"
+	@echo "make clean        remove $(VENV), $(NEWEST), caches and build outputs"
 
 quickstart: $(VENV)/installed
 	$(BIN)/ejkernel verify
 
-test: lint types pytest
+test: lint types pytest newest
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -36,6 +38,10 @@ types: $(VENV)/installed-test
 pytest: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
+# each kernel once, in its interpreter or lowered, with the newest versions that this machine's newest Python has
+newest: $(NEWEST)/installed
+	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 @tests/newest.txt
+
 tpu-aot: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m tpu_aot tests
 	$(BIN)/ejkernel roofline
@@ -47,16 +53,24 @@ tables: $(VENV)/installed
 	$(BIN)/python -m ejkernel.cli.tables --write
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/bin/python:
-	@python=$$(for p in python3.11 python3 python3.12 python3.13 python; do \
+# $(call create_venv,folder,commands): with the first command that is a Python >= 3.11 and runs
+define create_venv
+	@python=$$(for p in $(2); do \
 	    $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; \
 	  done); \
 	if [ -z "$$python" ]; then echo "make: no Python >= 3.11 with venv found" >&2; exit 1; fi; \
-	echo "creating $(VENV) with $$($$python --version)"; \
-	$$python -m venv $(VENV)
+	echo "creating $(1) with $$($$python --version)"; \
+	$$python -m venv $(1)
+endef
+
+$(VENV)/bin/python:
+	$(call create_venv,$(VENV),python3.11 python3 python3.12 python3.13 python)
+
+$(NEWEST)/bin/python:
+	$(call create_venv,$(NEWEST),python3.13 python3.12 python3.11 python3 python)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e .
@@ -64,4 +78,9 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e ".[$*]"
+	@touch $@
+
+$(NEWEST)/installed: pyproject.toml constraints-newest.txt | $(NEWEST)/bin/python
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install -c constraints-newest.txt \
+	  -e ".[cuda]" hypothesis pytest pytest-xdist
 	@touch $@
