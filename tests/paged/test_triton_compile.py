@@ -52,8 +52,18 @@ def test_a_mixed_batch_fits(arch, D, cache):
     found = mixed(Target("gpu", arch, arch), D, cache)
     assert set(found) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
     for report in found.values():
-        assert report.shared_bytes <= TARGETS[arch], report
+        # sm_86, sm_89 and sm_120 share the tiles of sm_80
+        assert report.shared_bytes <= TARGETS["sm_86" if arch == "sm_80" else arch], report
         assert not report.problems, report
+
+
+@pytest.mark.parametrize(("arch", "G"), [("sm_86", 32), ("sm_90", 64), ("sm_90", 128)])
+def test_many_query_heads_in_float32_fit(arch, G):
+    """Their rows fill the shared memory; those that do not fit one program are shared among several, as in prefill."""
+    caches = [struct((512, 16, 2, 256), "float32")] * 2
+    arrays = struct((8, 2 * G, 256), "float32"), *caches, struct((8,)), struct((8, 64))
+    for report in reports(Target("gpu", arch, arch), page_call, *arrays).values():
+        assert report.shared_bytes <= TARGETS[arch], report
 
 
 def test_decode_streams_the_cache():

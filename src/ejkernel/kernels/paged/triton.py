@@ -17,6 +17,8 @@ from ejkernel.ops import Call, Implementation
 
 # query rows that a program of the decode kernel may hold: tokens times the query heads of a key head
 MOST_ROWS = 128
+# in float32, where they fill the shared memory of a program, by the padded head dim
+_FLOAT32_ROWS = {"hopper": {64: 128, 128: 128, 256: 64}, "ampere": {64: 128, 128: 64, 256: 16}}
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,23 @@ _PREFILL = {
 }
 
 
+def _width(dims: Dimensions) -> int:
+    return power_of_two(max(dims.D, dims.Dv), 64)
+
+
+def _generation(call: Call) -> str:
+    return "hopper" if call.target.capability in (0, 90, 100, 103) else "ampere"  # 0: in the interpreter
+
+
+def _most_rows(call: Call, dims: Dimensions) -> int:
+    float32 = call["query"].dtype == jnp.float32
+    return _FLOAT32_ROWS[_generation(call)][_width(dims)] if float32 else MOST_ROWS
+
+
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
-    width = power_of_two(max(dims.D, dims.Dv), 64)
-    kind = "hopper" if call.target.capability in (0, 90, 100, 103) else "ampere"  # 0: in the interpreter
-    kind = "float32" if call["query"].dtype == jnp.float32 else kind
+    width = _width(dims)
+    kind = "float32" if call["query"].dtype == jnp.float32 else _generation(call)
     narrow = _cache(call).dtype.itemsize == 1
     keys, warps, stages = _DECODE[kind][width]
     stages += 2 * narrow  # half the bytes: more steps on their way
@@ -105,7 +119,7 @@ def default_config(call: Call) -> Config:
     rows, prefill_keys, prefill_warps, prefill_stages = _PREFILL[kind][width]
     return Config(
         splits=_splits(call, dims),
-        decode_tokens=max(1, 16 // dims.G) if dims.G <= MOST_ROWS else 0,
+        decode_tokens=max(1, 16 // dims.G) if _most_rows(call, dims) >= dims.G else 0,
         decode_keys=keys,
         decode_warps=warps,
         decode_stages=stages,
@@ -148,7 +162,7 @@ def search_space(call: Call) -> list[Config]:
         for apart in (False, True)
         if not apart or _may_part(call, dims, keys, warps)
     ]
-    if call.spec.tokens is None or _decode_rows(dims, call.spec.tokens) > MOST_ROWS:
+    if call.spec.tokens is None or _decode_rows(dims, call.spec.tokens) > _most_rows(call, dims):
         tiles = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
         names = ("prefill_rows", "prefill_keys", "prefill_warps", "prefill_stages")
         found += [replace(base, **dict(zip(names, tile, strict=True))) for tile in tiles]
@@ -269,7 +283,7 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
         jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32),
     ]
     tokens = config.decode_tokens if spec.tokens is None else spec.tokens
-    decodes = 0 < tokens * dims.G <= MOST_ROWS
+    decodes = 0 < tokens * dims.G <= _most_rows(call, dims)
     results = None
     if spec.tokens is None or not decodes:
         results = _prefill(launch, dims, spec, config, shapes, tokens if decodes else 0)
