@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.extend as jex
 
-from ejkernel.bridge.triton import TRITON_TYPES, Launch, launch_p
+from ejkernel.bridge.launch import TRITON_TYPES, Launch
+from ejkernel.bridge.triton import launch_p
 
 # shared memory a program may use, in bytes
 TARGETS = {

@@ -21,7 +21,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as base
 from triton.runtime.jit import JITFunction
 
-from ejkernel.bridge.triton import TRITON_TYPES, Launch
+from ejkernel.bridge.launch import TRITON_TYPES, Launch
 
 # held by whoever patches triton.language, and by whoever compiles and must not see it patched
 LOCK = threading.RLock()
