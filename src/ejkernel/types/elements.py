@@ -25,18 +25,18 @@ def visible(
     band: Band = (None, None),
     chunk: int | None = None,
     *,
+    pairs: Any = True,
     also: Iterable[Any] = (),
     divide: Callable[[Any, int], Any] = jnp.floor_divide,
 ) -> Any:
-    """The pairs that every rule shows, or True where there is no rule.
+    """The pairs that every rule shows.
 
     Args:
-        also: what else must hold of a pair: a dense mask, the cells of a pattern, ends of arrays.
+        pairs: those that there are; True where the rules give the shape.
+        also: what else must hold of a pair: a dense mask, the cells of a pattern.
         divide: floor division of positions by the chunk, for compilers with a slow one.
     """
-    seen: Any = True
-    for rule in also:
-        seen &= rule
+    seen = pairs
     lo, hi = band
     # added to one side first: that side has fewer numbers than there are pairs
     if lo is not None:
@@ -47,10 +47,15 @@ def visible(
         seen &= divide(queries.position, chunk) == divide(keys.position, chunk)
     if queries.segment is not None:
         seen &= (queries.segment == keys.segment) & (queries.segment >= 0)
+    for rule in also:
+        seen &= rule
     return seen
 
 
-def pattern_cells(blocks: Any, queries: Any, keys: Any, block: tuple[int, int]) -> Any:
-    """The entries of `blocks` (..., nq, nk) for query and key indices that broadcast against each other."""
+def pattern_cells(blocks: Any, queries: Any, keys: Any, block: tuple[int, int], row: tuple[Any, ...] = (...,)) -> Any:
+    """The entries of `blocks` (..., nq, nk) for query and key indices that broadcast against each other.
+
+    `row` indexes the leading dimensions, by default all of them.
+    """
     height, width = block
-    return blocks[..., queries // height, keys // width]
+    return blocks[(*row, queries // height, keys // width)]

@@ -46,7 +46,7 @@ class MaskParts:
         q_index = jnp.arange(self.q_len) if q_index is None else q_index
         kv_index = jnp.arange(self.kv_len) if kv_index is None else kv_index
         q, k = q_index[:, None], kv_index[None]
-        rules = [jnp.ones((1, 1, len(q_index), len(kv_index)), bool)]
+        rules = []
         if m.pattern is not None:
             rules.append(pattern_cells(jnp.asarray(m.pattern.blocks), q, k, m.pattern.block_shape))
         if m.dense is not None:
@@ -55,13 +55,14 @@ class MaskParts:
         if m.q_ids is not None:
             queries = queries._replace(segment=m.q_ids[:, None, q_index, None])
             keys = keys._replace(segment=m.kv_ids[:, None, None, kv_index])
-        return visible(queries, keys, m.band, m.chunk, also=rules)
+        pairs = jnp.ones((1, 1, len(q_index), len(kv_index)), bool)
+        return visible(queries, keys, m.band, m.chunk, pairs=pairs, also=rules)
 
     def frame_mask(self) -> jax.Array:
         """What band and chunk alone show: bool (B|1, 1, T, S)."""
         m = self.canonical()
         tokens = m._positions_at(jnp.arange(self.q_len), jnp.arange(self.kv_len))
-        return visible(*tokens, m.band, m.chunk, also=[jnp.ones((1, 1, self.q_len, self.kv_len), bool)])
+        return visible(*tokens, m.band, m.chunk, pairs=jnp.ones((1, 1, self.q_len, self.kv_len), bool))
 
     def _positions_at(self, q_index: jax.Array, kv_index: jax.Array) -> tuple[Tokens, Tokens]:
         """Positions (B|1, 1, t, 1) and (B|1, 1, 1, s)."""

@@ -23,6 +23,7 @@ from ejkernel.kernels.softmax.pallas_tpu_steps import MASKED, VISIT, divided, fl
 from ejkernel.kernels.softmax.schedule import Side
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
+from ejkernel.types.elements import Tokens, visible
 
 Refs = dict[str, Any]
 Operand = tuple[jax.Array, pl.BlockSpec]
@@ -262,29 +263,22 @@ class Tiles:
     def seen(self, refs: Refs, at: At) -> jax.Array:
         """Which pairs of a tile are visible, (block_k, block_q)."""
         spec, dims = self.spec, self.dims
-        queries, keys = self.indices(at)
-        seen = jnp.ones((self.block_k, self.block_q), jnp.bool_)
+        at_q, at_k = self.indices(at)
+        pairs = jnp.ones((self.block_k, self.block_q), jnp.bool_)
         if dims.T % self.block_q:
-            seen &= queries < dims.T
+            pairs &= at_q < dims.T
         if dims.S % self.block_k:
-            seen &= keys < dims.S
-        q_pos, k_pos = queries + (dims.S - dims.T), keys
+            pairs &= at_k < dims.S
+        queries, keys = Tokens(at_q + (dims.S - dims.T)), Tokens(at_k)
         if "q_positions" in refs:
-            q_pos, k_pos = refs["q_positions"][...], turned(refs["kv_positions"][...])
-        if spec.band.lo is not None:
-            seen &= k_pos >= q_pos + spec.band.lo
-        if spec.band.hi is not None:
-            seen &= k_pos <= q_pos + spec.band.hi
-        if spec.chunk is not None:
-            seen &= _floordivided(q_pos, spec.chunk) == _floordivided(k_pos, spec.chunk)
+            queries, keys = Tokens(refs["q_positions"][...]), Tokens(turned(refs["kv_positions"][...]))
         if "q_segments" in refs:
-            q_ids = refs["q_segments"][...]
-            seen &= (q_ids == turned(refs["kv_segments"][...])) & (q_ids >= 0)
-        if "mask" in refs:
-            seen &= turned(refs["mask"][...].astype(jnp.int32)) != 0
+            queries = queries._replace(segment=refs["q_segments"][...])
+            keys = keys._replace(segment=turned(refs["kv_segments"][...]))
+        rules = [turned(refs["mask"][...].astype(jnp.int32)) != 0] if "mask" in refs else []
         if "pattern" in refs:
-            seen &= self._pattern(refs["pattern"][...], queries, keys, at)
-        return seen
+            rules.append(self._pattern(refs["pattern"][...], at_q, at_k, at))
+        return visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules, divide=_floordivided)
 
     def _pattern(self, cells: jax.Array, queries: jax.Array, keys: jax.Array, at: At) -> jax.Array:
         """The cells (rows, columns) of a tile spread over its pairs, by two products with zeros and ones."""

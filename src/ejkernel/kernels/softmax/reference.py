@@ -9,33 +9,27 @@ from ejkernel.kernels.common.dropout import keep
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call
+from ejkernel.types import elements
+from ejkernel.types.elements import Tokens, pattern_cells
 
 
 def visible(call: Call) -> jax.Array:
     """Which query sees which key: bool, broadcastable to (B, H, T, S)."""
     spec: Spec = call.spec
     dims = dimensions(call)
+    index = jnp.arange(dims.T), jnp.arange(dims.S)
     q_pos, k_pos = call.get("q_positions"), call.get("kv_positions")
     if q_pos is None:
-        q_pos, k_pos = jnp.arange(dims.T)[None] + dims.S - dims.T, jnp.arange(dims.S)[None]
-    q_pos, k_pos = q_pos[:, None, :, None], k_pos[:, None, None, :]
-    seen = jnp.ones((1, 1, dims.T, dims.S), bool)
-    if spec.band.lo is not None:
-        seen &= k_pos - q_pos >= spec.band.lo
-    if spec.band.hi is not None:
-        seen &= k_pos - q_pos <= spec.band.hi
-    if spec.chunk is not None:
-        seen &= q_pos // spec.chunk == k_pos // spec.chunk
+        q_pos, k_pos = index[0][None] + (dims.S - dims.T), index[1][None]
+    queries, keys = Tokens(q_pos[:, None, :, None]), Tokens(k_pos[:, None, None, :])
     if "q_segments" in call:
-        q_ids, k_ids = call["q_segments"][:, None, :, None], call["kv_segments"][:, None, None, :]
-        seen &= (q_ids == k_ids) & (q_ids >= 0) & (k_ids >= 0)
-    if "mask" in call:
-        seen &= call["mask"]
+        queries = queries._replace(segment=call["q_segments"][:, None, :, None])
+        keys = keys._replace(segment=call["kv_segments"][:, None, None, :])
+    rules = [call["mask"]] if "mask" in call else []
     if "pattern" in call:
-        height, width = spec.pattern_block or (1, 1)
-        blocks = call["pattern"]
-        seen &= blocks[:, :, jnp.arange(dims.T) // height][..., jnp.arange(dims.S) // width]
-    return seen
+        rules.append(pattern_cells(call["pattern"], index[0][:, None], index[1][None], spec.pattern_block or (1, 1)))
+    pairs = jnp.ones((1, 1, dims.T, dims.S), bool)
+    return elements.visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules)
 
 
 def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:

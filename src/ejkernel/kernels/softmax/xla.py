@@ -29,6 +29,7 @@ from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.sharding import varying_like
+from ejkernel.types.elements import Tokens, pattern_cells, visible
 
 
 @dataclass(frozen=True)
@@ -211,27 +212,19 @@ def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: A
 def _seen(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
     """Which pairs of a tile are visible, (block_q, block_k)."""
     spec, dims = tiling.spec, tiling.dims
-    queries, keys = _indices(tiling, i, j)
-    seen = (queries < dims.T) & (keys < dims.S)
-    q_pos, k_pos = queries + (dims.S - dims.T), keys
+    at_q, at_k = _indices(tiling, i, j)
+    queries, keys = Tokens(at_q + (dims.S - dims.T)), Tokens(at_k)
     if "q_positions" in head.arrays:
-        q_pos = _queries(tiling, head, "q_positions", i)[:, None]
-        k_pos = _keys(tiling, head, "kv_positions", j)[None, :]
-    if spec.band.lo is not None:
-        seen &= k_pos - q_pos >= spec.band.lo
-    if spec.band.hi is not None:
-        seen &= k_pos - q_pos <= spec.band.hi
-    if spec.chunk is not None:
-        seen &= q_pos // spec.chunk == k_pos // spec.chunk
+        queries = Tokens(_queries(tiling, head, "q_positions", i)[:, None])
+        keys = Tokens(_keys(tiling, head, "kv_positions", j)[None, :])
     if "q_segments" in head.arrays:
-        q_ids = _queries(tiling, head, "q_segments", i)[:, None]
-        seen &= (q_ids == _keys(tiling, head, "kv_segments", j)[None, :]) & (q_ids >= 0)
-    if "mask" in head.arrays:
-        seen &= _tile_of(tiling, head, "mask", i, j)
+        queries = queries._replace(segment=_queries(tiling, head, "q_segments", i)[:, None])
+        keys = keys._replace(segment=_keys(tiling, head, "kv_segments", j)[None, :])
+    rules = [_tile_of(tiling, head, "mask", i, j)] if "mask" in head.arrays else []
     if "pattern" in head.arrays:
-        height, width = spec.pattern_block or (1, 1)
-        seen &= head.arrays["pattern"][(*head.at("pattern"), queries // height, keys // width)]
-    return seen
+        blocks, row = head.arrays["pattern"], head.at("pattern")
+        rules.append(pattern_cells(blocks, at_q, at_k, spec.pattern_block or (1, 1), row))
+    return visible(queries, keys, spec.band, spec.chunk, pairs=(at_q < dims.T) & (at_k < dims.S), also=rules)
 
 
 def _stays(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
