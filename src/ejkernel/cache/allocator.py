@@ -107,16 +107,16 @@ class PageAllocator:
                 f"sequence {sequence} needs {needed} more pages for {tokens} tokens, {self.free_pages} of "
                 f"{self.num_pages} are free"
             )
-        own, tokens = self._find(sequence), int(tokens)
+        entry, tokens = self._find(sequence), int(tokens)
         copy = None
-        if tokens and self._shares_its_end(own):
-            copy = own.pages[-1], self._take()
+        if tokens and self._shares_its_end(entry):
+            copy = entry.pages[-1], self._take()
             self._give_back(copy[0])
-            own.pages[-1] = copy[1]
+            entry.pages[-1] = copy[1]
             needed -= 1
-        own.pages += [self._take() for _ in range(needed)]
-        slots = self._slots(own, own.length, own.length + tokens)
-        own.length += tokens
+        entry.pages += [self._take() for _ in range(needed)]
+        slots = self._slots(entry, entry.length, entry.length + tokens)
+        entry.length += tokens
         return Extension(slots, copy)
 
     def pages_needed(self, sequence: int, tokens: int) -> int:
@@ -126,15 +126,15 @@ class PageAllocator:
         >>> allocator.pages_needed(allocator.allocate(), 9)
         3
         """
-        own, tokens = self._find(sequence), static_int("tokens", tokens, 0)
-        copied = int(tokens > 0 and self._shares_its_end(own))
-        return self._pages_for(own.length + tokens) - len(own.pages) + copied
+        entry, tokens = self._find(sequence), static_int("tokens", tokens, 0)
+        copied = int(tokens > 0 and self._shares_its_end(entry))
+        return self._pages_for(entry.length + tokens) - len(entry.pages) + copied
 
     def free(self, sequence: int) -> None:
         """End a sequence: its pages are free again, but for those that others share."""
-        own = self._find(sequence)
+        entry = self._find(sequence)
         del self._sequences[sequence]
-        for page in reversed(own.pages):
+        for page in reversed(entry.pages):
             self._give_back(page)
 
     def length(self, sequence: int) -> int:
@@ -148,12 +148,12 @@ class PageAllocator:
             width: pages per row; every table of it has the same shape, so nothing is compiled again.
             rows: rows in all, default as many as sequences; those past them are zeros.
         """
-        owns = [self._find(sequence) for sequence in sequences]
+        entries = [self._find(sequence) for sequence in sequences]
         table = np.zeros((self._rows(sequences, rows), static_int("width", width, 1)), np.int32)
-        for sequence, row, own in zip(sequences, table, owns, strict=False):
-            if len(own.pages) > width:
-                raise ValueError(f"sequence {sequence} has {len(own.pages)} pages, more than {width=}")
-            row[: len(own.pages)] = own.pages
+        for sequence, row, entry in zip(sequences, table, entries, strict=False):
+            if len(entry.pages) > width:
+                raise ValueError(f"sequence {sequence} has {len(entry.pages)} pages, more than {width=}")
+            row[: len(entry.pages)] = entry.pages
         return table
 
     def context_lens(self, sequences: Sequence[int], rows: int | None = None) -> np.ndarray:
@@ -168,9 +168,9 @@ class PageAllocator:
             raise ValueError(f"{rows=} cannot hold {len(sequences)} sequences")
         return rows
 
-    def _add(self, own: _Pages) -> int:
+    def _add(self, entry: _Pages) -> int:
         sequence, self._next = self._next, self._next + 1
-        self._sequences[sequence] = own
+        self._sequences[sequence] = entry
         return sequence
 
     def _find(self, sequence: int) -> _Pages:
@@ -181,14 +181,14 @@ class PageAllocator:
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _shares_its_end(self, own: _Pages) -> bool:
+    def _shares_its_end(self, entry: _Pages) -> bool:
         """Whether the next token would go into a page that another sequence has too."""
-        return own.length % self.page_size > 0 and self._owners[own.pages[-1]] > 1
+        return entry.length % self.page_size > 0 and self._owners[entry.pages[-1]] > 1
 
-    def _slots(self, own: _Pages, start: int, stop: int) -> np.ndarray:
+    def _slots(self, entry: _Pages, start: int, stop: int) -> np.ndarray:
         first = start // self.page_size  # a long sequence need not be looked at as a whole
         position = np.arange(start, stop)
-        pages = np.asarray(own.pages[first:], np.int64)
+        pages = np.asarray(entry.pages[first:], np.int64)
         slots = pages[position // self.page_size - first] * self.page_size + position % self.page_size
         return slots.astype(np.int32)
 

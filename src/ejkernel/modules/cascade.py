@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels.paged.cascade import parts_of, together
+from ejkernel.kernels.paged.cascade import cascade_calls, merge_answers
 from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION
 from ejkernel.ops import run_parts
 
@@ -51,7 +51,7 @@ def cascade_attention(
     >>> cascade_attention(jnp.ones((2, 4, 64)), cache, cache, jnp.array([40, 35]), tables, 32).shape
     (2, 4, 64)
     """
-    prefix, rest = parts_of(
+    prefix_call, suffix_call = cascade_calls(
         query,
         key_cache,
         value_cache,
@@ -66,6 +66,6 @@ def cascade_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    calls = (PREFILL_PAGE_ATTENTION, prefix), (PAGE_ATTENTION, rest)
-    shared, own = run_parts("cascade_attention", calls, platform=platform, cfg=cfg)
-    return together(rest, shared, own, query.shape)
+    calls = (PREFILL_PAGE_ATTENTION, prefix_call), (PAGE_ATTENTION, suffix_call)
+    prefix, suffix = run_parts("cascade_attention", calls, platform=platform, cfg=cfg)
+    return merge_answers(suffix_call, prefix, suffix, query.shape)

@@ -19,8 +19,8 @@ M = TypeVar("M", bound=MaskParts)
 
 def intersect(left: M, right: M) -> M:
     """What both masks show; the left one's explicit positions are kept, else the right one's."""
-    a, b, frame = _partners(left, right)
-    a, b = _in_frame(a, frame), _in_frame(b, frame)
+    a, b, positioned = _partners(left, right)
+    a, b = _on_positions_of(a, positioned), _on_positions_of(b, positioned)
     q_ids, kv_ids = _intersect_ids(a, b)
     pattern, pattern_mask = _intersect_patterns(a, b)
     merged = dataclasses.replace(
@@ -38,7 +38,7 @@ def chunked(mask: M, size: int) -> M:
     """The mask in chunks of that size; dense where it is in others already that do not nest with them."""
     if mask.chunk is None or max(mask.chunk, size) % min(mask.chunk, size) == 0:
         return dataclasses.replace(mask, chunk=min(mask.chunk or size, size))
-    other = dataclasses.replace(mask, band=(None, None), chunk=size).frame_mask()
+    other = dataclasses.replace(mask, band=(None, None), chunk=size).position_mask()
     return dataclasses.replace(mask, dense=both(mask.canonical().dense, other))
 
 
@@ -48,10 +48,10 @@ def unite(left: M, right: M) -> M:
     Symbolic where one mask shows all that the other does, part by part, or where they differ in one part that has a
     union of its kind. Elsewhere dense, but for the parts in which they agree.
     """
-    a, b, frame = _partners(left, right)
+    a, b, positioned = _partners(left, right)
     cross = a.cross or b.cross
-    if _rests_on(a, frame) and _rests_on(b, frame):
-        a, b = (dataclasses.replace(x, q_pos=frame.q_pos, kv_pos=frame.kv_pos, cross=cross) for x in (a, b))
+    if _rests_on(a, positioned) and _rests_on(b, positioned):
+        a, b = (dataclasses.replace(x, q_pos=positioned.q_pos, kv_pos=positioned.kv_pos, cross=cross) for x in (a, b))
         orders = {part: order(a, b) for part, order in _ORDERS.items()}
         differing = {part: order for part, order in orders.items() if order != "same"}
         if set(differing.values()) <= {"narrower"}:
@@ -65,7 +65,7 @@ def unite(left: M, right: M) -> M:
     shared = {name: getattr(a, name) for name in _agreeing_fields(a, b)}
     a, b = (dataclasses.replace(x, **{name: _NOTHING.get(name) for name in shared}) for x in (a, b))
     either = a.element_mask() | b.element_mask()
-    alone = dataclasses.replace(frame, **{name: _NOTHING.get(name) for name in _PARTS})
+    alone = dataclasses.replace(positioned, **{name: _NOTHING.get(name) for name in _PARTS})
     return dataclasses.replace(alone, dense=either, cross=cross, **shared)
 
 
@@ -99,17 +99,17 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a & b
 
 
-def _in_frame(mask: M, frame: M) -> M:
+def _on_positions_of(mask: M, positioned: M) -> M:
     """The same mask on another's positions: band and chunk become dense if they rest on different ones."""
-    moved = dataclasses.replace(mask, q_pos=frame.q_pos, kv_pos=frame.kv_pos)
-    if _rests_on(mask, frame):
+    moved = dataclasses.replace(mask, q_pos=positioned.q_pos, kv_pos=positioned.kv_pos)
+    if _rests_on(mask, positioned):
         return moved
-    return dataclasses.replace(moved, dense=both(mask.dense, mask.frame_mask()), band=(None, None), chunk=None)
+    return dataclasses.replace(moved, dense=both(mask.dense, mask.position_mask()), band=(None, None), chunk=None)
 
 
-def _rests_on(mask: M, frame: M) -> bool:
+def _rests_on(mask: M, positioned: M) -> bool:
     """Whether a mask says the same on another's positions."""
-    return not mask.has_frame_parts() or (same(mask.q_pos, frame.q_pos) and same(mask.kv_pos, frame.kv_pos))
+    return not mask.uses_positions() or (same(mask.q_pos, positioned.q_pos) and same(mask.kv_pos, positioned.kv_pos))
 
 
 def _intersect_ids(a: M, b: M) -> tuple[Any, Any]:

@@ -308,11 +308,11 @@ class MaskInfo(MaskParts):
         if combine != "union":
             raise ValueError(f"combine must be 'union', 'intersect' or 'replace', got {combine!r}")
         typed = dataclasses.replace(types, q_ids=jnp.where(q_types > 0, q_types, -1))
-        rest = dataclasses.replace(self, q_ids=None, kv_ids=None)
-        if not rest.has_frame_parts() and rest.dense is None and rest.pattern is None:
+        unsegmented = dataclasses.replace(self, q_ids=None, kv_ids=None)
+        if not self.uses_positions() and self.dense is None and self.pattern is None:
             return self  # segments alone: nothing to loosen
         common_batch({"mask": self.batch_size, "token_type_ids": types.batch_size})
-        return dataclasses.replace(rest | typed, q_ids=self.q_ids, kv_ids=self.kv_ids)
+        return dataclasses.replace(unsegmented | typed, q_ids=self.q_ids, kv_ids=self.kv_ids)
 
     def __and__(self, other: "MaskInfo") -> "MaskInfo":
         """What both show. Where the explicit positions differ, the left one's are kept."""

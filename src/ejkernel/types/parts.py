@@ -58,7 +58,7 @@ class MaskParts:
         pairs = jnp.ones((1, 1, len(q_index), len(kv_index)), bool)
         return visible(queries, keys, m.band, m.chunk, pairs=pairs, also=rules)
 
-    def frame_mask(self) -> jax.Array:
+    def position_mask(self) -> jax.Array:
         """What band and chunk alone show: bool (B|1, 1, T, S)."""
         m = self.canonical()
         tokens = m._positions_at(jnp.arange(self.q_len), jnp.arange(self.kv_len))
@@ -137,7 +137,7 @@ class MaskParts:
         highs = [x for x in (self.band[1], band[1]) if x is not None]
         return dataclasses.replace(self, band=(max(lows, default=None), min(highs, default=None)))
 
-    def has_frame_parts(self) -> bool:
+    def uses_positions(self) -> bool:
         """Whether positions matter: there is a band or a chunk."""
         return self.band != (None, None) or self.chunk is not None
 

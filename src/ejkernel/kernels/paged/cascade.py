@@ -1,4 +1,4 @@
-"""A shared prefix and the rest of each sequence: two calls of the family, and how their answers join."""
+"""A shared prefix and what follows it in each sequence: two calls of the family, and how their answers merge."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from ejkernel.kernels.paged.spec import check, finish
 from ejkernel.ops import Call
 
 
-def parts_of(
+def cascade_calls(
     query: Any,
     key_cache: Any,
     value_cache: Any,
@@ -25,22 +25,22 @@ def parts_of(
     softmax_aux: Any = None,
     **options: Any,
 ) -> tuple[Call, Call]:
-    """The call of all queries over the prefix, and that of each sequence over its own keys."""
+    """The call of all queries over the prefix, and that of each sequence over the keys behind it."""
     # sinks join once: with the keys of the sequence itself
-    own = page_call(query, key_cache, value_cache, context_lens, block_tables, softmax_aux=softmax_aux, **options)
+    whole = page_call(query, key_cache, value_cache, context_lens, block_tables, softmax_aux=softmax_aux, **options)
     prefix_len = integers("prefix_len", prefix_len, 0)
-    S = own["block_tables"].shape[2] * own["key_pages"].shape[2]
+    S = whole["block_tables"].shape[2] * whole["key_pages"].shape[2]
     message = f"prefix_len must be from 0 to {S}, what the table holds"
     check(prefix_len, lambda xp, n: (n < 0) | (n > S), message, (prefix_len,))
-    lens = jnp.clip(own["context_lens"], 0, S)
-    first_query = jnp.where(lens > 0, lens - own.spec.tokens, S)  # (1, B)
+    lens = jnp.clip(whole["context_lens"], 0, S)
+    first_query = jnp.where(lens > 0, lens - whole.spec.tokens, S)  # (1, B)
     # every query must see all of the prefix
     length = jnp.clip(jnp.minimum(prefix_len, first_query.min() + 1), 0, S)
-    row = own["block_tables"][0, jnp.argmax(lens[0] > 0)]
-    arrays = own["query"][0], own["key_pages"][0], own["value_pages"][0]
-    shared = prefill_call(*arrays, length, row, causal=False, **options)
+    table = whole["block_tables"][0, jnp.argmax(lens[0] > 0)]
+    arrays = whole["query"][0], whole["key_pages"][0], whole["value_pages"][0]
+    prefix = prefill_call(*arrays, length, table, causal=False, **options)
     starts = jnp.broadcast_to(length, lens.shape).astype(jnp.int32)
-    return _in_float32(shared), _in_float32(Call(own.spec, {**own.arrays, "starts": starts}))
+    return _in_float32(prefix), _in_float32(Call(whole.spec, {**whole.arrays, "starts": starts}))
 
 
 def _in_float32(call: Call) -> Call:
@@ -48,12 +48,15 @@ def _in_float32(call: Call) -> Call:
     return replace(call, spec=replace(call.spec, out_dtype="float32"))
 
 
-def together(own: Call, shared: dict[str, jax.Array], rest: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:
-    """The answer of both parts, in the rank and dtype of the query."""
-    some = jnp.repeat(own["context_lens"] > 0, own.spec.tokens, axis=1)[:, None]  # (1, 1, tokens)
-    lse = jnp.where(some, shared["lse"], -jnp.inf)
-    parts = [finished_part(jnp.moveaxis(x, 2, 1), y) for x, y in ((shared["out"], lse), (rest["out"], rest["lse"]))]
-    joined = merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-    out, lse = jax.vmap(jax.vmap(online_finish))(joined)  # (1, H, tokens, Dv), (1, H, tokens)
-    out = jnp.moveaxis(out, 1, 2).astype(own["query"].dtype)
-    return finish(own, {"out": out, "lse": lse}, shape, batched=True)
+def merge_answers(
+    suffix_call: Call, prefix: dict[str, jax.Array], suffix: dict[str, jax.Array], shape: tuple[int, ...]
+) -> Any:
+    """The answer of both calls, from their outputs, in the rank and dtype of the query."""
+    some = jnp.repeat(suffix_call["context_lens"] > 0, suffix_call.spec.tokens, axis=1)[:, None]  # (1, 1, tokens)
+    prefix_lse = jnp.where(some, prefix["lse"], -jnp.inf)
+    answers = ((prefix["out"], prefix_lse), (suffix["out"], suffix["lse"]))
+    parts = [finished_part(jnp.moveaxis(out, 2, 1), lse) for out, lse in answers]
+    merged = merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    out, lse = jax.vmap(jax.vmap(online_finish))(merged)  # (1, H, tokens, Dv), (1, H, tokens)
+    out = jnp.moveaxis(out, 1, 2).astype(suffix_call["query"].dtype)
+    return finish(suffix_call, {"out": out, "lse": lse}, shape, batched=True)
