@@ -132,3 +132,20 @@ def test_very_negative_logits_are_not_nothing(platform):
     # beside 1e30 the logits vanish: every key weighs the same
     mean = jnp.broadcast_to(arrays["value"].mean(1, keepdims=True), outputs["out"].shape)
     assert_close({"out": outputs["out"]}, {"out": mean})
+
+
+def test_sinks_of_minus_infinity_weigh_nothing(platform):
+    """Nor have they a gradient: where a head has no other, and beside one."""
+    case = Case("no-sinks", T=30, S=12, D=8, sinks="H2", tiles=(8, 8), options={"causal": True})
+    if not runs(case, platform):
+        return
+    arrays = case.arrays() | {"softmax_aux": jnp.array([[-jnp.inf, -jnp.inf], [-jnp.inf, 0.3]])}
+    function = partial(call_case, case, platform)
+    cotangents = cotangents_for(function, arrays, "float32")
+    outputs, gradients = evaluate(function, arrays, cotangents)
+    sinks = np.asarray(gradients.pop("softmax_aux"))
+    assert not np.any(sinks[:, 0]) and not sinks[0, 1] and np.isfinite(sinks[1, 1]) and sinks[1, 1]
+    without, expected = evaluate(function, {n: x for n, x in arrays.items() if n in gradients}, cotangents)
+    first = {"out": np.s_[:, :, 0], "lse": np.s_[:, 0]}
+    assert_close({n: x[first[n]] for n, x in outputs.items()}, {n: x[first[n]] for n, x in without.items()})
+    assert_close({n: x[:, :, 0] for n, x in gradients.items()}, {n: x[:, :, 0] for n, x in expected.items()})

@@ -1,4 +1,4 @@
-"""What must not be read is nan or inf here; a sequence's own nan shows."""
+"""What must not be read is nan, inf or huge here; a sequence's own nan shows."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from harness import PLATFORMS, cotangents_for, with_gradients
 from harness.softmax import CASES, WIDE, Case, call_case, runs
 from tolerances import assert_close
 
-POISONS = [np.nan, np.inf, -np.inf]
+POISONS = [np.nan, np.inf, -np.inf, 3e38]  # the last makes products of hidden pairs overflow
 
 HIDING = [
     "causal-T>S",

@@ -9,7 +9,7 @@ from ejkernel.checks.arrays import concrete
 
 def from_lengths(lengths: jax.Array, length: int) -> jax.Array:
     """Ids 0 below each length and -1 beyond: (B,) -> (B, L)."""
-    return jnp.where(jnp.arange(length) < lengths[:, None], 0, -1).astype(jnp.int32)
+    return jnp.where(jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None], 0, -1).astype(jnp.int32)
 
 
 def from_cu_seqlens(cu: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """Dropout bits from a counter: the same on every platform, for they depend on (seed, batch, head, query, key) only."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,10 +24,11 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def head_seeds(seed: jax.Array, B: int, H: int) -> jax.Array:
     """A seed (B, H) for every batch row and head: it folds under vmap and splits over a mesh like any array."""
     rows = mix(mix(seed.astype(jnp.uint32)) + jnp.arange(B, dtype=jnp.uint32) * STEP_BATCH)
-    return mix(rows[:, None] + jnp.arange(H, dtype=jnp.uint32) * STEP_HEAD)
+    return mix(rows[:, None] + jnp.arange(H, dtype=jnp.uint32)[None] * STEP_HEAD)
 
 
 def threshold(probability: float) -> np.uint32:

@@ -1,6 +1,7 @@
 """A shared prefix and what follows it in each sequence: two calls of the family, and how their answers merge."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,15 +33,20 @@ def cascade_calls(
     S = whole["block_tables"].shape[2] * whole["key_pages"].shape[2]
     message = f"prefix_len must be from 0 to {S}, what the table holds"
     check(prefix_len, lambda xp, n: (n < 0) | (n > S), message, (prefix_len,))
-    lens = jnp.clip(whole["context_lens"], 0, S)
-    first_query = jnp.where(lens > 0, lens - whole.spec.tokens, S)  # (1, B)
-    # every query must see all of the prefix
-    length = jnp.clip(jnp.minimum(prefix_len, first_query.min() + 1), 0, S)
-    table = whole["block_tables"][0, jnp.argmax(lens[0] > 0)]
+    length, table, starts = _prefix(whole.spec.tokens, S, whole["context_lens"], whole["block_tables"], prefix_len)
     arrays = whole["query"][0], whole["key_pages"][0], whole["value_pages"][0]
     prefix = prefill_call(*arrays, length, table, causal=False, **options)
-    starts = jnp.broadcast_to(length, lens.shape).astype(jnp.int32)
     return _in_float32(prefix), _in_float32(Call(whole.spec, {**whole.arrays, "starts": starts}))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _prefix(tokens: int, S: int, context_lens: jax.Array, tables: jax.Array, prefix_len: Any) -> tuple[jax.Array, ...]:
+    """Its length, its pages, and where the sequences (1, B) go on by themselves."""
+    lens = jnp.clip(context_lens, 0, S)
+    first_query = jnp.where(lens > 0, lens - tokens, S)  # (1, B)
+    # every query must see all of the prefix
+    length = jnp.clip(jnp.minimum(prefix_len.astype(jnp.int32), first_query.min() + 1), 0, S)
+    return length, tables[0, jnp.argmax(lens[0] > 0)], jnp.broadcast_to(length, lens.shape)
 
 
 def _in_float32(call: Call) -> Call:
@@ -52,11 +58,20 @@ def merge_answers(
     suffix_call: Call, prefix: dict[str, jax.Array], suffix: dict[str, jax.Array], shape: tuple[int, ...]
 ) -> Any:
     """The answer of both calls, from their outputs, in the rank and dtype of the query."""
-    some = jnp.repeat(suffix_call["context_lens"] > 0, suffix_call.spec.tokens, axis=1)[:, None]  # (1, 1, tokens)
+    out, lse = _merged(suffix_call.spec.tokens, suffix_call["context_lens"], prefix, suffix)
+    out = out.astype(suffix_call["query"].dtype)
+    return finish(suffix_call, {"out": out, "lse": lse}, shape, batched=True)
+
+
+@partial(jax.jit, static_argnums=0)
+def _merged(
+    tokens: int, context_lens: jax.Array, prefix: dict[str, jax.Array], suffix: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """out (1, T, H, Dv) and lse (1, H, T) of both calls."""
+    some = jnp.repeat(context_lens > 0, tokens, axis=1)[:, None]  # (1, 1, T)
     prefix_lse = jnp.where(some, prefix["lse"], -jnp.inf)
     answers = ((prefix["out"], prefix_lse), (suffix["out"], suffix["lse"]))
     parts = [finished_part(jnp.moveaxis(out, 2, 1), lse) for out, lse in answers]
     merged = merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-    out, lse = jax.vmap(jax.vmap(online_finish))(merged)  # (1, H, tokens, Dv), (1, H, tokens)
-    out = jnp.moveaxis(out, 1, 2).astype(suffix_call["query"].dtype)
-    return finish(suffix_call, {"out": out, "lse": lse}, shape, batched=True)
+    out, lse = jax.vmap(jax.vmap(online_finish))(merged)  # (1, H, T, Dv), (1, H, T)
+    return jnp.moveaxis(out, 1, 2), lse

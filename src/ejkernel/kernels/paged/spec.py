@@ -28,7 +28,7 @@ import numpy as np
 from ejkernel.checks import values as checks
 from ejkernel.checks.arrays import FLOATS, integers, misplaced
 from ejkernel.checks.options import flag, number, soft_cap, static_int
-from ejkernel.kernels.softmax.spec import sink_logits, window_band
+from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits, window_band
 from ejkernel.ops import Call, Dims, Shards
 
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -233,8 +233,7 @@ def _sinks(softmax_aux: Any, H: int) -> jax.Array | None:
     sinks = sink_logits(softmax_aux, H)
     if sinks is None:
         return None
-    # they only ever meet as a sum of exponentials
-    return sinks[:, 0] if sinks.shape[1] == 1 else jax.nn.logsumexp(sinks, axis=-1)
+    return sinks.squeeze(1) if sinks.shape[1] == 1 else joined_sinks(sinks)
 
 
 def cache_scale(name: str, scale: Any, Hkv: int) -> jax.Array | None:

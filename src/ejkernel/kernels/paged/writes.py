@@ -9,6 +9,7 @@ from ejkernel.checks.arrays import integers
 from ejkernel.kernels.paged.spec import array, cache, cache_scale, check
 
 
+@jax.jit
 def write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:
     """`pages` (P, L, heads, D) with `rows` (N, heads, D) at `slots` (N,); a slot outside is left out."""
     P, L, *rest = pages.shape
@@ -31,7 +32,7 @@ def stored(x: jax.Array, dtype: Any) -> jax.Array:
 def scaled(x: jax.Array, scale: Any, name: str) -> jax.Array:
     """x (N, heads, D) divided by what a reader will multiply with: a scalar or (heads,)."""
     scale = cache_scale(name, scale, x.shape[1])
-    return x if scale is None else x.astype(jnp.float32) / scale[:, None]
+    return x if scale is None else x.astype(jnp.float32) / scale[None, :, None]
 
 
 def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:

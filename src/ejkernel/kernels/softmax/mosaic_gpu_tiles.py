@@ -51,9 +51,11 @@ class Logits:
 
 @dataclass(frozen=True)
 class Runs:
-    """The schedule of a kernel: its bounds on the device, or one row of constants, and which runs can exist."""
+    """The schedule of a kernel: one row of constants, or none where it reads bounds, and which runs can exist.
 
-    bounds: Any
+    Nothing traced is kept here: JAX holds on to the body of a kernel, and so to all that it refers to.
+    """
+
     constant: tuple[int, ...] | None
     before: bool
     inner: bool
@@ -64,14 +66,14 @@ class Runs:
     def of(cls, call: Call, block_q: int, block_k: int, side: schedule.Side) -> "Runs":
         bounds = schedule.plan(call, block_q, block_k, side).bounds  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(bounds, np.ndarray):
-            return cls(bounds, None, True, True, True)
+            return cls(None, True, True, True)
         lo, full_lo, full_hi, hi = np.moveaxis(bounds, -1, 0)
         present = bool((full_lo > lo).any()), bool((full_hi > full_lo).any()), bool((hi > full_hi).any())
         rows = np.unique(bounds.reshape(-1, 4), axis=0)
         # with a masked tail the bounds stay variables: with constants such a call was seen to take half as long again
         if len(rows) == 1 and not (present[0] or present[2]):
-            return cls(None, tuple(int(x) for x in rows[0]), *present)
-        return cls(jnp.asarray(bounds), None, *present, bounds)
+            return cls(tuple(int(x) for x in rows[0]), *present)
+        return cls(None, *present, bounds)
 
     @property
     def masked(self) -> bool:
@@ -87,9 +89,6 @@ class Runs:
         blocks = self.static[0, 0, :, 3] - self.static[0, 0, :, 0]
         pairs = blocks + blocks[::-1]
         return bool(pairs.max() <= 1.05 * pairs.mean())
-
-    def operands(self) -> dict[str, jax.Array]:
-        return {} if self.bounds is None else {"bounds": self.bounds}
 
     def row(self, refs: dict[str, Any], b: Any, h: Any, i: Any) -> tuple[Any, ...]:
         """Visit from, unmasked from, unmasked to, visit to."""
@@ -285,15 +284,24 @@ class Kernel:
     @classmethod
     def of(cls, call: Call, config: Any, side: schedule.Side, rows: int, block: int) -> Self:
         dims = dimensions(call)
-        length, heads, sizes = (dims.T, dims.H, (rows, block)) if side == "q" else (dims.S, dims.Hkv, (block, rows))
-        runs = Runs.of(call, *sizes, side)
+        length, heads = (dims.T, dims.H) if side == "q" else (dims.S, dims.Hkv)
+        runs = Runs.of(call, *_tile_sizes(side, rows, block), side)
         masks = Masks.of(call, side) if runs.masked else Masks()
         walk = Walk.of(dims.B, heads, -(-length // rows), runs, side, call.target.cores if config.persistent else 0)
         return cls(side, rows, block, dims, config, runs, masks, Logits.of(call), call["query"].dtype, walk)
 
     def operands(self, call: Call) -> dict[str, jax.Array]:
         """What the schedule and the masks read."""
-        return self.runs.operands() | self.masks.arrays(call, self.side, self.rows, self.block)
+        found = self.masks.arrays(call, self.side, self.rows, self.block)
+        if self.runs.constant is not None:
+            return found
+        planned: Any = schedule.plan(call, *_tile_sizes(self.side, self.rows, self.block), self.side)
+        return {"bounds": jnp.asarray(planned.bounds), **found}
+
+
+def _tile_sizes(side: schedule.Side, rows: int, block: int) -> tuple[int, int]:
+    """Queries and keys of a tile."""
+    return (rows, block) if side == "q" else (block, rows)
 
 
 def _seen_from(band: Band, side: schedule.Side) -> Band:

@@ -70,7 +70,7 @@ def vmem_bytes(call: Call, config: Config) -> dict[str, int]:
         q, k = whole_block(block_q, dims.T), whole_block(block_k, dims.S)
         row = SUBLANES * 4 * q
         blocks = e * (q + k) * (D + Dv) + _mask_block_bytes(call, q, k)
-        blocks += {"forward": row * (1 + call.spec.with_argmax), "dq": e * q * D + 2 * row}.get(name, 2 * row)
+        blocks += {"forward": row * (1 + 2 * call.spec.with_argmax), "dq": e * q * D + 2 * row}.get(name, 2 * row)
         blocks += {"dkv": e * k * (D + Dv), "dbias": 4 * q * k}.get(name, 0)
         scratch = {"forward": 4 * q * Dv + 4 * row, "dq": 4 * q * D, "dkv": 4 * k * (D + Dv), "dbias": 4 * q * k}[name]
         live = 3 + 2 * (e == 4) + 2 * bool(call.spec.dropout) + ("bias" in call or "mask" in call)

@@ -21,7 +21,7 @@ _NOWHERE = 2**30
 
 
 def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
-    """out (B, T, H, Dv), lse (B, H, T), and argmax (B, H, T) where the call wants it."""
+    """out (B, T, H, Dv), lse (B, H, T), and total and argmax (B, H, T) where the call wants them."""
     tiles = Tiles.of(call, block_q, block_k, "q")
     B, T, _, H, _, _, Dv = tiles.dims
     row = tiles.of_queries(1)
@@ -32,6 +32,7 @@ def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
     lanes = pltpu.VMEM((1, tiles.block_q), jnp.float32)
     scratch = {"top": lanes, "total": lanes, "sum": pltpu.VMEM((Dv, tiles.block_q), jnp.float32)}
     if call.spec.with_argmax:
+        outputs["total"] = outputs["lse"]
         outputs["argmax"] = (jax.ShapeDtypeStruct((B, H, 1, T), jnp.int32), row)
         scratch |= {"best": lanes, "best_at": pltpu.VMEM((1, tiles.block_q), jnp.int32)}
 
@@ -94,4 +95,5 @@ def _finish(tiles: Tiles, outs: Refs, kept: Refs) -> None:
     outs["out"][...] = (kept["sum"][...] / total).astype(outs["out"].dtype)
     outs["lse"][...] = jnp.where(some, kept["top"][...] * tiles.unit + jnp.log(total), -jnp.inf)
     if "best_at" in kept:
+        outs["total"][...] = kept["total"][...]
         outs["argmax"][...] = kept["best_at"][...]

@@ -73,7 +73,7 @@ def dropped(call: Call, p: jax.Array) -> jax.Array:
     if not spec.dropout:
         return p
     dims = dimensions(call)
-    queries, keys = jnp.arange(dims.T)[:, None], jnp.arange(dims.S)[None, :]
+    queries, keys = jnp.arange(dims.T)[None, None, :, None], jnp.arange(dims.S)[None, None, None, :]
     stays = keep(call["dropout_seeds"][:, :, None, None], queries, keys, spec.dropout)
     return jnp.where(stays, p / (1.0 - spec.dropout), 0.0)
 
@@ -82,6 +82,7 @@ def weighted_values(call: Call, p: jax.Array) -> jax.Array:
     """Weights (B, H, T, S) times the values of their heads, in float32; only a value that is seen counts."""
     value, bad = _finite(jnp.repeat(call["value"].astype(p.dtype), dimensions(call).G, axis=2))
     seen = jnp.broadcast_to(visible(call), p.shape)
+    p = jnp.where(seen, p, 0)  # it is zero already, but in the gradient a hidden value times dout may be inf
     out = jnp.einsum("bhts,bshd->bthd", p, value, precision="highest", preferred_element_type=jnp.float32)
     hits = (seen & bad.any(-1).swapaxes(1, 2)[:, :, None]).any(-1)  # (B, H, T)
     return jnp.where(hits.swapaxes(1, 2)[..., None], jnp.nan, out)

@@ -1,6 +1,7 @@
 """The canonical call of softmax attention: every check and every default is here."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,8 @@ ARRAYS = {
     "kv_offsets": Dims("B N+1"),
 }
 
-OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "argmax": "B H T"}
+# only with `with_argmax`: each row's sum of exponentials against its largest logit, sinks among both, and its best key
+OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "total": "B H T", "argmax": "B H T"}
 
 
 class Band(NamedTuple):
@@ -235,12 +237,17 @@ def _seed(seed: Any, dropout: float) -> jax.Array:
         return jnp.uint32(int(seed) % 2**32)
     seed = jnp.asarray(seed)
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        return jax.random.bits(seed, (), jnp.uint32)
+        return _key_bits(seed)
     if seed.shape == (2,) and seed.dtype == jnp.uint32:  # a key of the old kind
-        return jax.random.bits(seed, (), jnp.uint32)
+        return _key_bits(seed)
     if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(f"dropout_seed must be an int, an integer scalar or a key, got {seed.dtype} {seed.shape}")
     return seed.astype(jnp.uint32)
+
+
+@jax.jit
+def _key_bits(key: jax.Array) -> jax.Array:
+    return jax.random.bits(key, (), jnp.uint32)
 
 
 # Bias and sinks ---------------------------------------------------------------------------------------------
@@ -280,8 +287,20 @@ def sink_logits(softmax_aux: Any, H: int) -> jax.Array | None:
 
 def _sinks(softmax_aux: Any, dims: Dimensions) -> jax.Array | None:
     sinks = sink_logits(softmax_aux, dims.H)
-    # one logit per head stands for all its sinks: they only ever meet as a sum of exponentials
-    return None if sinks is None else jax.nn.logsumexp(sinks, axis=-1)[None]
+    return None if sinks is None else joined_sinks(sinks)[None]
+
+
+@jax.jit
+def joined_sinks(sinks: jax.Array) -> jax.Array:
+    """One logit (H,) for all sinks (H, n) of a head: they only ever meet as a sum of exponentials.
+
+    One of -inf weighs nothing and has no gradient; where all are, that of `logsumexp` would be nan.
+    """
+    top = jax.lax.stop_gradient(sinks.max(-1))
+    base = jnp.where(jnp.isfinite(top), top, 0.0)
+    total = jnp.exp(sinks - base[:, None]).sum(-1)
+    some = total != 0.0
+    return jnp.where(some, base + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
 # Masks ------------------------------------------------------------------------------------------------------
@@ -342,8 +361,13 @@ def _mask_arrays(mask: MaskInfo) -> dict[str, Any]:
         "q_positions": mask.q_pos,
         "kv_positions": mask.kv_pos,
         "mask": mask.dense,
-        "pattern": None if mask.pattern is None else jnp.asarray(mask.pattern.blocks),
+        "pattern": None if mask.pattern is None else _on_device(mask.pattern.blocks),
     }
+
+
+def _on_device(blocks: Any) -> jax.Array:
+    with jax.transfer_guard("allow"):  # a static pattern lies on the host: sending it is meant
+        return jnp.asarray(blocks)
 
 
 # After the kernel -------------------------------------------------------------------------------------------
@@ -353,19 +377,28 @@ def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], so
     """From the canonical outputs to what the caller asked for, whose query has that shape."""
     out, lse = outputs["out"], outputs["lse"]
     if call.spec.with_argmax:
-        out = _unnormalised(call, outputs, softmax_aux)
+        out = _unnormalised(call.spec, call.arrays, outputs, softmax_aux)
     out, lse = unfolded(out, shape[:-3]), unfolded(lse, shape[:-3])
     return (out, lse) if call.spec.with_lse else out
 
 
-def _unnormalised(call: Call, outputs: dict[str, jax.Array], softmax_aux: Any) -> jax.Array:
-    """out times its softmax sum of logits minus their row maximum, differentiable through that maximum too."""
+@partial(jax.jit, static_argnums=0)
+def _unnormalised(spec: Spec, arrays: Any, outputs: dict[str, jax.Array], softmax_aux: Any) -> jax.Array:
+    """out times its softmax sum of logits minus their row maximum, differentiable through that maximum too.
+
+    The sum is the kernel's own: exp(lse - maximum) would have the roundings of both logits in it. Its gradient is that
+    of the exponential.
+    """
+    call = Call(spec, arrays)
     out, lse = outputs["out"], outputs["lse"]
-    top = _row_maximum(call, outputs["argmax"])
+    top = theirs = _row_maximum(call, outputs["argmax"])
     if (sinks := sink_logits(softmax_aux, dimensions(call).H)) is not None:
         top = jnp.maximum(top, sinks.max(-1)[None, :, None])
-    seen = lse > -jnp.inf
-    total = jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0.0) - jnp.where(seen, top, 0.0)), 0.0)  # (B, H, T)
+        theirs = jnp.maximum(theirs, call["sinks"][..., None])  # a head's sinks are one to the kernel
+    seen = ~jnp.isneginf(lse)
+    lse, top, theirs = (jnp.where(seen, x, 0.0) for x in (lse, top, theirs))
+    value = jax.lax.stop_gradient(outputs["total"] * jnp.exp(theirs - top))
+    total = value * jnp.exp((lse - top) - jax.lax.stop_gradient(lse - top))  # (B, H, T)
     return (out.astype(jnp.float32) * total.swapaxes(1, 2)[..., None]).astype(out.dtype)
 
 

@@ -288,11 +288,12 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
     shapes = {
         "out": jax.ShapeDtypeStruct((B, T, H, Dv), call["query"].dtype),
         "lse": jax.ShapeDtypeStruct((B, H, T), jnp.float32),
+        "total": jax.ShapeDtypeStruct((B, H, T if call.spec.with_argmax else 1), jnp.float32),
         "argmax": jax.ShapeDtypeStruct((B, H, T if call.spec.with_argmax else 1), jnp.int32),
     }
-    out, lse, argmax = _run_twice(call, config.forward, "q", forward_kernel, B * H, shapes)
-    outputs = {"out": out, "lse": lse}
-    return outputs | ({"argmax": argmax} if call.spec.with_argmax else {}), outputs
+    found = dict(zip(shapes, _run_twice(call, config.forward, "q", forward_kernel, B * H, shapes), strict=True))
+    residuals = {name: found[name] for name in ("out", "lse")}
+    return found if call.spec.with_argmax else residuals, residuals
 
 
 def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:

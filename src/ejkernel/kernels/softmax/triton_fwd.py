@@ -42,6 +42,7 @@ def forward_kernel(
     p_flags,
     p_old_out,
     p_old_lse,
+    p_old_total,
     p_old_argmax,
     T,
     S,
@@ -73,6 +74,7 @@ def forward_kernel(
     flag_rows,
     p_out,
     p_lse,
+    p_total,
     p_argmax,
     p_bad,
     H: tl.constexpr,
@@ -203,6 +205,7 @@ def forward_kernel(
     o_row = i_bh.to(tl.int64) * T + o_q
     tl.store(p_lse + o_row, b_lse, mask=o_q < T)
     if ARGMAX:
+        tl.store(p_total + o_row, b_sum, mask=o_q < T)
         tl.store(p_argmax + o_row, b_arg, mask=o_q < T)
     if not GUARD:
         tl.store(p_bad + i_bh * n_rows + i_row + tl.arange(0, 1), has_nan(b_out))

@@ -288,7 +288,7 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
     online, best = _visit(schedule, head, i, step, varying_like(start, head.arrays))
     out, lse = online_finish(online)
     outputs = {"out": out.astype(query.dtype), "lse": lse}
-    return outputs if best is None else {**outputs, "argmax": best.index}
+    return outputs if best is None else {**outputs, "total": online.total, "argmax": best.index}
 
 
 def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -348,8 +348,8 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
         stays = _stays(tiling, head, i, j)
         kept, dp = (jnp.where(stays, x / (1.0 - spec.dropout), 0.0) for x in (p, dp))
     ds = uncapped_gradient(p * (dp - delta), logits, spec.soft_cap)
-    if spec.soft_cap is not None:
-        ds = jnp.where(seen, ds, 0.0)  # the slope of the cap at a hidden nan is nan
+    if masked:
+        ds = jnp.where(seen, ds, 0.0)  # dp of a hidden value may be inf, the slope of the cap at a hidden nan is nan
 
     def times(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         return matmul(a.astype(b.dtype), b, contract, spec.precision)
