@@ -36,7 +36,7 @@ types: $(VENV)/installed-test
 
 # compiling keeps one core busy, so workers pay
 pytest: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 # each kernel once, in its interpreter or lowered, with the newest versions that this machine's newest Python has
 newest: $(NEWEST)/installed

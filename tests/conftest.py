@@ -5,6 +5,7 @@ each once. What is compiled as users compile it says so (`optimised=True` in `ha
 `pytest -m gpu` leaves JAX its accelerator and runs the tests marked `gpu`, on every platform of a GPU.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -24,6 +25,7 @@ if version("jaxlib") < "0.11":  # JAX 0.11 has no other emitters, and ends on an
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "tpu_aot: compiles for TPUs with libtpu, on any x86-64 machine")
+    config.addinivalue_line("markers", "tpu_aot_more: the same for further generations, with `make tpu-aot`")
     config.addinivalue_line("filterwarnings", "error")
     # the kernels of fa4-jax use names that its compiler, CUTLASS's, has newer ones for
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:fa4_jax|cutlass")
@@ -54,18 +56,22 @@ def wants_gpu(config) -> bool:
 def pytest_generate_tests(metafunc):
     """`platform` runs a test on every platform of this machine: those of the CPU, or with `-m gpu` those of a GPU.
 
-    `native` leaves out interpreters: large tiles are for the hardware, and small ones show an interpreter the same.
+    `native` leaves out interpreters, which take long: large tiles are for the hardware, and small ones show an
+    interpreter the same. `interpreted` leaves out all others.
     """
     marks = metafunc.definition.iter_markers("parametrize")
     own = any("platform" in str(mark.args[0] if mark.args else mark.kwargs.get("argnames")) for mark in marks)
-    wanted = [name for name in ("platform", "native") if name in metafunc.fixturenames]
+    wanted = [name for name in ("platform", "native", "interpreted") if name in metafunc.fixturenames]
     if own or not wanted:
         return
+    from ejkernel.ops import PLATFORMS as rows
     from harness import PLATFORMS
 
     device = "gpu" if wants_gpu(metafunc.config) else "cpu"
     marks = [pytest.mark.gpu] if device == "gpu" else []
-    chosen = [p for p in PLATFORMS if p.device == device and not (p.interpreted and wanted == ["native"])]
+    kinds = {"platform": (True, False), "native": (False,), "interpreted": (True,)}[wanted[0]]
+    here = [p for p in PLATFORMS if p.device == device and not rows[p.name].missing()]
+    chosen = [p for p in here if p.interpreted in kinds]
     metafunc.parametrize(wanted[0], [pytest.param(p, id=p.id, marks=marks) for p in chosen])
 
 
@@ -77,6 +83,46 @@ def pytest_runtest_setup(item):
             pytest.skip("needs an NVIDIA GPU")
     if item.get_closest_marker("tpu_aot") is not None and importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs an x86-64 machine: libtpu, which compiles for TPUs, has no build for others")
+
+
+# tests of one worker between which compiled programs pile up: 2 GB in all at this number
+TESTS_PER_CLEARING = 40
+_ran = 0
+
+
+def pytest_runtest_teardown(item):
+    global _ran
+    _ran += 1
+    if _ran % TESTS_PER_CLEARING == 0 and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+
+
+# seconds of one core that the tests of a folder may take in all; the whole is what two cores do in 35 minutes
+BUDGETS = {
+    "softmax": 900, "paged": 400, "pooling": 60, "linear": 600, "native_sparse": 600, "ring": 600,
+    "types": 100, "ops": 200, "cli": 200, "bridge": 60, "seeds": 100, "examples": 200,
+}  # fmt: skip
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The slowest files, and each folder's share of its budget."""
+    files: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                name = report.nodeid.split("::")[0]
+                files[name] = files.get(name, 0.0) + report.duration
+    slowest = sorted(files, key=lambda name: -files[name])[:10]
+    if not slowest or files[slowest[0]] < 10.0:
+        return
+    terminalreporter.section("slowest files")
+    for name in slowest:
+        terminalreporter.write_line(f"{files[name]:7.0f} s  {name}")
+    for folder, budget in BUDGETS.items():
+        spent = sum(seconds for name, seconds in files.items() if name.startswith(f"tests/{folder}/"))
+        if spent:
+            terminalreporter.write_line(f"{spent:7.0f} s  of {budget} s for tests/{folder} ({spent / budget:.0%})")
 
 
 @pytest.fixture(scope="session")

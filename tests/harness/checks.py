@@ -2,12 +2,13 @@
 
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tolerances import FLOOR, assert_close, spread
 
@@ -43,12 +44,9 @@ def with_gradients(
     return jax.jit(both, compiler_options=options)
 
 
-def evaluate(
-    function: Function, arrays: Arrays, cotangents: Arrays, *, optimised: bool = False
-) -> tuple[Arrays, Arrays]:
+def evaluate(function: Function, arrays: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
     """Outputs, and gradients of every array."""
-    options = AS_USERS_COMPILE if optimised and jax.default_backend() == "cpu" else None
-    return with_gradients(function, options)(arrays, cotangents)
+    return with_gradients(function)(arrays, cotangents)
 
 
 def on_host(function: Function) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
@@ -68,6 +66,35 @@ def cotangents_for(function: Function, arrays: Arrays, dtype: Any) -> Arrays:
     return {name: normal(f"cotangent of {name}", x.shape, dtype) for name, x in shapes.items()}
 
 
+def by_case(cases: Iterable[Any]) -> Any:
+    """A parameter `case`; one worker takes all tests of a case, so that its definition is computed once."""
+    params = [pytest.param(case, id=case.id, marks=pytest.mark.xdist_group(case.id)) for case in cases]
+    return pytest.mark.parametrize("case", params)
+
+
+class Settled(NamedTuple):
+    """What a definition gives: outputs and gradients in float32, in the dtype itself, and nudged."""
+
+    exact: tuple[Arrays, Arrays]
+    naive: tuple[Arrays | None, Arrays | None]
+    nudged: list[tuple[Arrays, Arrays]]
+
+
+# by the name of a case: its platforms are tested by one worker (`by_case`)
+_SETTLED: dict[str, Settled] = {}
+
+
+def _settle(definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, cotangents: Arrays, dtype: Any, rounded: str):
+    widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    in_float32 = on_host(lambda a: definition(a, jnp.float32))
+    naive = (None, None)
+    if jnp.dtype(dtype) != jnp.float32:
+        naive = on_host(lambda a: definition(a, jnp.dtype(dtype)))(arrays, cotangents)
+    nudges = NUDGES if rounded else []
+    nudged = [in_float32(widened | {rounded: widened[rounded] * by}, cotangents) for by in nudges]
+    return Settled(in_float32(widened, cotangents), naive, nudged)
+
+
 def check(
     function: Function,
     definition: Callable[[Arrays, Any], Arrays],
@@ -76,6 +103,8 @@ def check(
     *,
     rounded: str = "",
     optimised: bool = False,
+    poison: Callable[[Arrays], Arrays] | None = None,
+    name: str | None = None,
 ) -> None:
     """Check outputs and gradients of `function` against `definition(arrays, dtype)`.
 
@@ -85,19 +114,23 @@ def check(
     Rounding may be part of a definition. What lies near a boundary then falls on either side, by the order of a sum.
     `rounded` names an array to which the rounded numbers are proportional: the definition with that array a little
     larger and smaller (`NUDGES`) shows, entry by entry, what else the result may be.
+
+    `poison` puts what must not be read into the arrays; the same program must give the same answers then.
+    Checks of one `name` share what the definition gives.
     """
     arrays = dict(arrays)
-    widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     cotangents = cotangents_for(function, arrays, dtype)
-    settle = on_host(lambda a: definition(a, jnp.float32))
-    exact = settle(widened, cotangents)
-    naive = (None, None)
-    if jnp.dtype(dtype) != jnp.float32:
-        naive = on_host(lambda a: definition(a, jnp.dtype(dtype)))(arrays, cotangents)
-    nudged = [settle(widened | {rounded: widened[rounded] * by}, cotangents) for by in NUDGES] if rounded else []
-    ours = evaluate(function, arrays, cotangents, optimised=optimised)
-    for i, kind in enumerate(("output", "gradient of")):
-        either = spread([n[i] for n in nudged], exact[i]) if nudged else None
-        assert_close(ours[i], exact[i], naive[i], kind, either)
-    for name, x in arrays.items():
-        assert ours[1][name].dtype == x.dtype, f"gradient of {name} is {ours[1][name].dtype}, not {x.dtype}"
+    settled = _SETTLED.get(name or "") or _settle(definition, arrays, cotangents, dtype, rounded)
+    if name is not None:
+        _SETTLED[name] = settled
+    options = AS_USERS_COMPILE if optimised and jax.default_backend() == "cpu" else None
+    program = with_gradients(function, options)
+    exact, naive, nudged = settled
+    given = {"": arrays} if poison is None else {"": arrays, "poisoned: ": poison(arrays)}
+    for how, numbers in given.items():
+        ours = program(numbers, cotangents)
+        for i, kind in enumerate(("output", "gradient of")):
+            either = spread([n[i] for n in nudged], exact[i]) if nudged else None
+            assert_close(ours[i], exact[i], naive[i], how + kind, either)
+        for array, x in arrays.items():
+            assert ours[1][array].dtype == x.dtype, f"gradient of {array} is {ours[1][array].dtype}, not {x.dtype}"

@@ -291,3 +291,13 @@ OTHERS = (
 )  # fmt: skip
 
 CASES = (*DECODES, *CACHES, *RAGGED, *OTHERS)
+
+# what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
+CORE_IDS = (
+    "plain", "page-size-12", "page-size-64", "all-empty", "mqa-8", "head-dim-40-24", "head-dim-256", "float16",
+    "window-over-pages", "sinks-3-window", "soft-cap", "splits-8-sinks-window", "several-tokens-window",
+    "more-tokens-than-keys", "e4m3", "e5m2", "int8", "e4m3-ragged", "mixed-bfloat16", "mixed-everything",
+    "ragged-nothing", "ragged-prefill", "prefill-window-sinks", "flat-buffer-pages", "contiguous-bfloat16",
+    "contiguous-window", "contiguous-e4m3",
+)  # fmt: skip
+CORE = tuple(case for case in CASES if case.id in CORE_IDS)

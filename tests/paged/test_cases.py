@@ -1,22 +1,30 @@
-"""Every case on every platform of this machine against the reference, with poison wherever nothing may be read."""
+"""Every case on every platform of this machine against the reference, with poison wherever nothing may be read.
+
+Interpreters run the core ones.
+"""
 
 import pytest
 
-from harness.paged import CASES, Case, check_case
+from harness.paged import CASES, CORE, CORE_IDS, Case, check_case
 
 AS_USERS_COMPILE = ("mixed-bfloat16", "splits-8-sinks-window")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_case(case: Case, platform):
-    check_case(case, platform)
+def test_case(case: Case, native):
+    check_case(case, native)
+
+
+@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
+def test_core_case(case: Case, interpreted):
+    check_case(case, interpreted)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in AS_USERS_COMPILE], ids=lambda case: case.id)
-def test_optimised(case: Case, platform):
-    check_case(case, platform, optimised=True)
+def test_optimised(case: Case, native):
+    check_case(case, native, optimised=True)
 
 
-def test_ids_are_unique():
+def test_ids_are_unique_and_known():
     ids = [case.id for case in CASES]
-    assert len(set(ids)) == len(ids)
+    assert len(set(ids)) == len(ids) and set(CORE_IDS) <= set(ids)

@@ -73,7 +73,7 @@ def test_it_is_the_one_of_jax(name):
 
 def test_starts_are_aligned_on_every_platform(platform):
     """More keys than queries, and a window that begins before the first key."""
-    q, k = normal("q", (1, 16, 2, 16), "bfloat16"), normal("k", (1, 24, 2, 16), "bfloat16")
+    q, k = normal("q", (1, 16, 2, 64), "bfloat16"), normal("k", (1, 24, 2, 64), "bfloat16")
     options = {"is_causal": True, "local_window_size": (9, 0)}
     with platform.context():
         out = jax.jit(partial(dot_product_attention, platform=platform.name, **options))(q, k, k)

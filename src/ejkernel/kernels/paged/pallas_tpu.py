@@ -249,6 +249,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         scratch=kernel.scratch(),
         cost=cost(call),
         parallel=1,
+        copies=True,
         bounds_checks=False,  # they take three times as long as what starts a copy, and page ids are clamped
     )
     parts = {name: x.reshape(kernel.splits, B, T, H, -1) for name, x in found.items()}
