@@ -35,7 +35,7 @@ KINDS = {
 # bytes that may spill. Two operands of 16 x 256 float32 fill the registers of a warp, and dq and dk have two.
 SPILLS = {
     ("sm_90", "float32", 256): 600,
-    ("sm_90", "bfloat16", 64): 24,
+    ("sm_90", "bfloat16", 64): 32,
     ("sm_100", "bfloat16", 256): 64,
 }
 
@@ -57,7 +57,7 @@ def default_launches(target: str, dtype: str, D: int, kind: str):
 
     key = jax.ShapeDtypeStruct((B, T, HKV, D), dtype)
     launches = collect_launches(both, jax.ShapeDtypeStruct((B, T, H, D), dtype), key, key, *arrays)
-    careful = [pair for pair in launches if dict(pair[0].constexprs).get("GUARD")]
+    careful = [pair for pair in launches if dict(pair[0].constexprs)["C"].GUARD]
     return [pair for pair in launches if pair not in careful], careful
 
 

@@ -86,10 +86,10 @@ def has_nan(b_x):
 
 
 @triton.jit
-def schedule_row(p_rows, p_index, i_row, s_index, LISTS: tl.constexpr):
-    """Pointers to a row of the schedule: its counts or bounds, and its list."""
+def schedule_row(p_rows, p_index, i_row, n_blocks, LISTS: tl.constexpr):
+    """Pointers to a row of the schedule: its counts or bounds, and its list of n_blocks."""
     if LISTS:
-        return p_rows + i_row * 2, p_index + i_row.to(tl.int64) * s_index
+        return p_rows + i_row * 2, p_index + i_row.to(tl.int64) * n_blocks
     else:
         return p_rows + i_row * 4, p_index
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.dropout import threshold
@@ -132,99 +131,66 @@ def _precision(call: Call) -> str:
     return names.get(call.spec.precision, "tf32x3")
 
 
-def _strides(x: Any, dims: int) -> list[int]:
-    """Row-major strides of an array whose axes of size 1 broadcast; zeros where it is absent."""
+def _axes(x: Any, letters: str) -> int:
+    """Which axes of size above 1 an array has, as `triton_tiles` says it in bits."""
+    from ejkernel.kernels.softmax import triton_tiles as tiles
+
     if x is None:
-        return [0] * dims
-    strides = np.cumprod([1, *x.shape[:0:-1]])[::-1]
-    return [0 if n == 1 else int(s) for n, s in zip(x.shape, strides, strict=True)]
+        return 0
+    bits = {"B": tiles.AXIS_B, "H": tiles.AXIS_H, "T": tiles.AXIS_T, "S": tiles.AXIS_S}
+    return tiles.PRESENT.value + sum(bits[a].value for a, n in zip(letters, x.shape, strict=True) if n > 1)
+
+
+def _strides(x: Any, n: int) -> tuple[int, int]:
+    """How far apart batches and heads of n elements are in an array (B|1, H|1, ...); 0 where it broadcasts."""
+    B, H = (1, 1) if x is None else x.shape[:2]
+    return H * n if B > 1 else 0, n if H > 1 else 0
 
 
 class _Launch:
     """The arguments the kernels share, by name."""
 
-    def __init__(self, call: Call, tile: Tile, side: Side | None, guard: bool = False):
-        import triton.language as tl
-
+    def __init__(self, call: Call, tile: Tile, side: Side | None, **more: Any):
         spec: Spec = call.spec
-        dims = dimensions(call)
-        bias, mask, pattern = call.get("bias"), call.get("mask"), call.get("pattern")
-        rows, index, strides, lists = _schedule_arguments(call, tile, side)
         self.tile = tile
-        self.dims = dims
+        rows, index = (None, None) if side is None else _schedule(call, tile, side)
+        self.n_rows = 0 if rows is None else rows.shape[2]
+        pattern = call.get("pattern")
+        cells = 0 if pattern is None else pattern.shape[2] * pattern.shape[3]
         self.values: dict[str, Any] = {
             "p_q": call["query"],
             "p_k": call["key"],
             "p_v": call["value"],
-            "p_bias": bias,
+            "p_bias": call.get("bias"),
             "p_sinks": call.get("sinks"),
             "p_q_seg": call.get("q_segments"),
             "p_k_seg": call.get("kv_segments"),
             "p_q_pos": call.get("q_positions"),
             "p_k_pos": call.get("kv_positions"),
-            "p_mask": mask,
+            "p_mask": call.get("mask"),
             "p_pattern": pattern,
             "p_seeds": call.get("dropout_seeds"),
             "p_rows": rows,
             "p_index": index,
-            "T": dims.T,
-            "S": dims.S,
-            "B": dims.B,
+            "T": call["query"].shape[1],
+            "S": call["key"].shape[1],
+            "B": call["query"].shape[0],
+            # not in the constants: dk/dv would keep what follows from them in registers, which it lacks
+            **dict(zip(("s_rows_b", "s_rows_h"), _strides(rows, self.n_rows), strict=True)),
+            **dict(zip(("s_pattern_b", "s_pattern_h"), _strides(pattern, cells), strict=True)),
             "scale": spec.scale,
             "soft_cap": spec.soft_cap or 1.0,
             "keep_scale": 1.0 / (1.0 - spec.dropout),
             "threshold": int(threshold(spec.dropout)),
-            **dict(zip(("s_bias_b", "s_bias_h", "s_bias_t", "s_bias_s"), _strides(bias, 4), strict=True)),
-            **dict(zip(("s_mask_b", "s_mask_h", "s_mask_t", "s_mask_s"), _strides(mask, 4), strict=True)),
-            **dict(zip(("s_pattern_b", "s_pattern_h", "s_pattern"), _strides(pattern, 4)[:3], strict=True)),
-            "s_sinks_b": _strides(call.get("sinks"), 2)[0],
-            "s_q_seg": _strides(call.get("q_segments"), 2)[0],
-            "s_k_seg": _strides(call.get("kv_segments"), 2)[0],
-            "s_q_pos": _strides(call.get("q_positions"), 2)[0],
-            "s_k_pos": _strides(call.get("kv_positions"), 2)[0],
-            **strides,
         }
-        capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"
-        pattern_q, pattern_k = spec.pattern_block or (None, None)
-        self.constants = {
-            "H": dims.H,
-            "G": dims.G,
-            "D": dims.D,
-            "DV": dims.Dv,
-            "BD": power_of_two(dims.D, 16),
-            "BDV": power_of_two(dims.Dv, 16),
-            "BQ": tile.block_q,
-            "BK": tile.block_k,
-            "LO": spec.band.lo,
-            "HI": spec.band.hi,
-            "CHUNK": spec.chunk,
-            "SEGMENTS": "q_segments" in call,
-            "POSITIONS": "q_positions" in call,
-            "MASK": mask is not None,
-            "PATTERN_Q": pattern_q,
-            "PATTERN_K": pattern_k,
-            "BIAS": bias is not None,
-            "CAPPED": capped,
-            "LOGITS": getattr(tl, spec.logits_dtype) if rounded else None,
-            "PLAIN": bias is None and not capped and not rounded and spec.scale > 0,
-            "SINKS": "sinks" in call,
-            "DROPOUT": spec.dropout > 0,
-            "ARGMAX": spec.with_argmax,
-            "LISTS": lists,
-            "TAIL_Q": dims.T % tile.block_q != 0,
-            "GUARD": guard,
-            "KEY": True,
-            "VALUE": True,
-            "PRECISION": _precision(call),
-        }
+        self.constants = _constants(call, tile, LISTS=index is not None, **more)
 
     def run(self, kernel: Any, grid: tuple[int, ...], out_shape: Any, aliases: Any = None, **more: Any) -> Any:
         """Launch a kernel with the arguments its signature names."""
         from ejkernel.bridge import triton_call
 
-        given = {**self.values, **self.constants, **more}
-        constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
-        values = {name: given[name] for name in kernel.arg_names if name in given and name not in constants}
+        given = {**self.values, **more}
+        values = {name: given[name] for name in kernel.arg_names if name in given}
         names = list(values)
         return triton_call(
             kernel,
@@ -234,8 +200,59 @@ class _Launch:
             num_warps=self.tile.warps,
             num_stages=self.tile.stages,
             input_output_aliases={names.index(n): i for n, i in (aliases or {}).items()},
-            **constants,
+            C=self.constants,
         )
+
+
+def _schedule(call: Call, tile: Tile, side: Side) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of a call's schedule, and the lists if it is made of such."""
+    schedule = plan(call, tile.block_q, tile.block_k, side)
+    if isinstance(schedule, Lists):
+        return schedule.number, schedule.index
+    return jnp.asarray(schedule.bounds), None
+
+
+def _constants(call: Call, tile: Tile, **more: Any) -> Any:
+    """What the kernels of a call are compiled for."""
+    import triton.language as tl
+
+    from ejkernel.kernels.softmax.triton_tiles import Constants
+
+    spec: Spec = call.spec
+    dims = dimensions(call)
+    capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"
+    pattern_q, pattern_k = spec.pattern_block or (None, None)
+    return Constants(
+        H=dims.H,
+        HK=dims.Hkv,
+        G=dims.G,
+        D=dims.D,
+        DV=dims.Dv,
+        BD=power_of_two(dims.D, 16),
+        BDV=power_of_two(dims.Dv, 16),
+        BQ=tile.block_q,
+        BK=tile.block_k,
+        LO=spec.band.lo,
+        HI=spec.band.hi,
+        CHUNK=spec.chunk,
+        Q_SEGMENTS=_axes(call.get("q_segments"), "BT"),
+        K_SEGMENTS=_axes(call.get("kv_segments"), "BS"),
+        Q_POSITIONS=_axes(call.get("q_positions"), "BT"),
+        K_POSITIONS=_axes(call.get("kv_positions"), "BS"),
+        MASK=_axes(call.get("mask"), "BHTS"),
+        PATTERN_Q=pattern_q,
+        PATTERN_K=pattern_k,
+        BIAS=_axes(call.get("bias"), "BHTS"),
+        SINKS=_axes(call.get("sinks"), "BH"),
+        CAPPED=capped,
+        LOGITS=getattr(tl, spec.logits_dtype) if rounded else None,
+        PLAIN="bias" not in call and not capped and not rounded and spec.scale > 0,
+        DROPOUT=spec.dropout > 0,
+        ARGMAX=spec.with_argmax,
+        TAIL_Q=dims.T % tile.block_q != 0,
+        PRECISION=_precision(call),
+        **more,
+    )
 
 
 def _hides_anything(call: Call) -> bool:
@@ -244,41 +261,27 @@ def _hides_anything(call: Call) -> bool:
     return call.spec.band != (None, None) or call.spec.chunk is not None or any(name in call for name in masks)
 
 
-def _run_twice(call: Call, tile: Tile, side: Side, kernel: Any, heads: int, outputs: dict[str, Any], **rows: Any):
-    """A kernel's outputs: the fast launch, then the careful one over the blocks in which the first left a nan."""
-    fast = _Launch(call, tile, side)
-    n_rows = fast.values["n_rows"]
+def _run_twice(
+    call: Call, tile: Tile, side: Side, kernel: Any, heads: int, outputs: dict[str, Any], rows: Any = None, **more: Any
+) -> Any:
+    """A kernel's outputs: the fast launch, then the careful one over the blocks in which the first left a nan.
+
+    `rows` are more arguments of the kernel, `more` are constants of it.
+    """
+    rows = rows or {}
+    fast = _Launch(call, tile, side, **more)
     absent = dict.fromkeys((f"p_old_{name}" for name in outputs), None)
-    bad = jax.ShapeDtypeStruct((heads, n_rows), jnp.int32)
-    unmarked = {"p_flags": None, "n_flags": 0, "flag_rows": 1}
-    *results, flags = fast.run(kernel, (n_rows, heads), [*outputs.values(), bad], **rows, **absent, **unmarked)
+    bad = jax.ShapeDtypeStruct((heads, fast.n_rows), jnp.int32)
+    *results, flags = fast.run(kernel, (fast.n_rows, heads), [*outputs.values(), bad], **rows, **absent, p_flags=None)
     if not _hides_anything(call):
         return results
-    careful = _Launch(call, Tile(min(tile.block_q, 32), min(tile.block_k, 32), 4, 1), side, guard=True)
+    marked = {"GUARD": True, "FLAG_ROWS": tile.block_q if side == "q" else tile.block_k}
+    careful = _Launch(call, Tile(min(tile.block_q, 32), min(tile.block_k, 32), 4, 1), side, **marked, **more)
     old = dict(zip(absent, results, strict=True))
-    marked = {"p_flags": flags, "n_flags": n_rows, "flag_rows": tile.block_q if side == "q" else tile.block_k}
     unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
-    grid = (careful.values["n_rows"], heads)
     aliases = {name: number for number, name in enumerate(old)}
-    return careful.run(kernel, grid, [*outputs.values(), unwritten], aliases, **rows, **old, **marked)[:-1]
-
-
-def _schedule_arguments(call: Call, tile: Tile, side: Side | None) -> tuple[Any, Any, dict[str, int], bool]:
-    """The schedule's arrays, their strides, and whether it is made of lists; a kernel without one has side None."""
-    if side is None:
-        return None, None, {}, False
-    schedule = plan(call, tile.block_q, tile.block_k, side)
-    lists = isinstance(schedule, Lists)
-    rows = jnp.asarray(schedule.number if lists else schedule.bounds)
-    Bs, Hs, n, _ = rows.shape
-    index = schedule.index if lists else None
-    strides = {
-        "s_rows_b": Hs * n if Bs > 1 else 0,
-        "s_rows_h": n if Hs > 1 else 0,
-        "s_index": 0 if index is None else index.shape[-1],
-        "n_rows": n,
-    }
-    return rows, index, strides, lists
+    shapes = [*outputs.values(), unwritten]
+    return careful.run(kernel, (careful.n_rows, heads), shapes, aliases, **rows, **old, p_flags=flags)[:-1]
 
 
 def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -301,14 +304,12 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
 
     lse, delta = row_terms(residuals, cotangents)
     tiles = [config.dq, config.dkv] + ([config.dv] if config.dv else [])
-    rows = {
-        "p_dout": output_cotangent(residuals, cotangents),
-        **_padded_rows(lse, delta, max(tile.block_q for tile in tiles)),
-    }
+    block = max(tile.block_q for tile in tiles)
+    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(lse, delta, block)}
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
-    (dquery,) = _run_twice(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, **rows)
-    key_value = partial(_run_twice, call, side="k", kernel=dkv_kernel, heads=B * Hkv, **rows)
+    (dquery,) = _run_twice(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, rows, ROW_BLOCK=block)
+    key_value = partial(_run_twice, call, side="k", kernel=dkv_kernel, heads=B * Hkv, rows=rows, ROW_BLOCK=block)
     if config.dv is None:
         dkey, dvalue = key_value(config.dkv, outputs={"dk": key, "dv": value})
     else:
@@ -317,7 +318,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         _, dvalue = key_value(config.dv, outputs={"dk": unwritten, "dv": value}, KEY=False)
     gradients = {"query": dquery, "key": dkey, "value": dvalue} | sink_gradient(call, lse, delta)
     if "bias" in call:
-        gradients["bias"] = _bias_gradient(call, config, rows, dbias_kernel)
+        gradients["bias"] = _bias_gradient(call, config, rows, block, dbias_kernel)
     return gradients
 
 
@@ -325,17 +326,16 @@ def _padded_rows(lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]
     """lse in units of log2 and delta, to the end of the last block: loads of them need no mask and are aligned."""
     pad = ((0, 0), (0, 0), (0, -lse.shape[-1] % block))
     lse, delta = jnp.pad(lse * LOG2_E, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
-    return {"p_lse": lse, "p_delta": delta, "s_row": lse.shape[-1]}
+    return {"p_lse": lse, "p_delta": delta}
 
 
-def _bias_gradient(call: Call, config: Config, rows: dict[str, jax.Array], kernel: Any) -> jax.Array:
+def _bias_gradient(call: Call, config: Config, rows: dict[str, jax.Array], block: int, kernel: Any) -> jax.Array:
     bias = call["bias"]
-    launch = _Launch(call, config.dq, None)
+    launch = _Launch(call, config.dq, None, ROW_BLOCK=block)
     Bb, Hb, Tb, Sb = bias.shape
     tiles_q, tiles_k = -(-Tb // config.dq.block_q), -(-Sb // config.dq.block_k)
-    sizes = {"n_bias_b": Bb, "n_bias_h": Hb, "n_bias_t": Tb, "n_bias_s": Sb}
     shape = jax.ShapeDtypeStruct(bias.shape, jnp.float32)
-    return launch.run(kernel, (tiles_q, tiles_k, Bb * Hb), shape, **rows, **sizes).astype(bias.dtype)
+    return launch.run(kernel, (tiles_q, tiles_k, Bb * Hb), shape, **rows).astype(bias.dtype)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

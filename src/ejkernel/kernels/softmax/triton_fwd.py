@@ -20,127 +20,53 @@ from ejkernel.kernels.common.triton_tiles import (
     schedule_row,
     store_rows,
 )
-from ejkernel.kernels.softmax.triton_tiles import finished_logits, head_pointers, visible
+from ejkernel.kernels.softmax.triton_tiles import finished_logits, head_options, head_rows, part_of, visible
 
 
 @triton.jit
 def forward_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_bias,
-    p_sinks,
-    p_q_seg,
-    p_k_seg,
-    p_q_pos,
-    p_k_pos,
-    p_mask,
-    p_pattern,
-    p_seeds,
-    p_rows,
-    p_index,
-    p_flags,
-    p_old_out,
-    p_old_lse,
-    p_old_total,
-    p_old_argmax,
-    T,
-    S,
-    n_rows,
-    scale,
-    soft_cap,
-    keep_scale,
-    threshold,
-    s_bias_b,
-    s_bias_h,
-    s_bias_t,
-    s_bias_s,
-    s_sinks_b,
-    s_q_seg,
-    s_k_seg,
-    s_q_pos,
-    s_k_pos,
-    s_mask_b,
-    s_mask_h,
-    s_mask_t,
-    s_mask_s,
-    s_pattern_b,
-    s_pattern_h,
-    s_pattern,
-    s_rows_b,
-    s_rows_h,
-    s_index,
-    n_flags,
-    flag_rows,
-    p_out,
-    p_lse,
-    p_total,
-    p_argmax,
-    p_bad,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    BQ: tl.constexpr,
-    BK: tl.constexpr,
-    LO: tl.constexpr,
-    HI: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    MASK: tl.constexpr,
-    PATTERN_Q: tl.constexpr,
-    PATTERN_K: tl.constexpr,
-    BIAS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    LOGITS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    LISTS: tl.constexpr,
-    TAIL_Q: tl.constexpr,
-    GUARD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    p_q, p_k, p_v, p_bias, p_sinks, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, p_seeds,
+    p_rows, p_index, p_flags, p_old_out, p_old_lse, p_old_total, p_old_argmax,
+    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
+    p_out, p_lse, p_total, p_argmax, p_bad,
+    C: tl.constexpr,
+):  # fmt: skip
     # the last rows see most under a causal mask: longest work first
+    n_rows = tl.num_programs(0)
     i_row = n_rows - 1 - tl.program_id(0)
     i_bh = tl.program_id(1)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_hk = i_h // G
-    Hk = H // G
-    i_q = i_row * BQ
-    if GUARD:
-        if tl.load(p_flags + i_bh * n_flags + i_q // flag_rows) == 0:
+    i_b, i_h = i_bh // C.H, i_bh % C.H
+    i_hk = i_h // C.G
+    i_q = i_row * C.BQ
+    if C.GUARD:
+        if tl.load(p_flags + i_bh * tl.cdiv(T, C.FLAG_ROWS) + i_q // C.FLAG_ROWS) == 0:
             return
-    p_q += (i_b.to(tl.int64) * T * H + i_h) * D
-    p_k += (i_b.to(tl.int64) * S * Hk + i_hk) * D
-    p_v += (i_b.to(tl.int64) * S * Hk + i_hk) * DV
-    p_out += (i_b.to(tl.int64) * T * H + i_h) * DV
-    p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos = head_pointers(
-        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, s_bias_b, s_bias_h,
-        s_mask_b, s_mask_h, s_pattern_b, s_pattern_h, s_q_seg, s_k_seg, s_q_pos, s_k_pos,
+    p_q = head_rows(p_q, i_b, i_h, T, C.H, C.D)
+    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D)
+    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV)
+    p_out = head_rows(p_out, i_b, i_h, T, C.H, C.DV)
+    options = head_options(
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
-    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, s_index, LISTS)
-    n_unmasked, n_all = block_counts(p_row, LISTS)
+    i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
+    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK), C.LISTS)
+    n_unmasked, n_all = block_counts(p_row, C.LISTS)
 
-    o_q = i_q + tl.arange(0, BQ)
+    o_q = i_q + tl.arange(0, C.BQ)
     # (BQ, BD)
-    b_q = load_rows(p_q, i_q, T, H * D, BQ, D, BD, TAIL_Q)
+    b_q = load_rows(p_q, i_q, T, C.H * C.D, C.BQ, C.D, C.BD, C.TAIL_Q)
     # (BQ,) running maximum in units of log2, running sum
-    b_top = tl.full([BQ], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BQ], tl.float32)
-    if SINKS:
-        sink = tl.load(p_sinks + i_b * s_sinks_b + i_h) * LOG2_E
-        b_top = tl.zeros([BQ], tl.float32) + sink
+    b_top = tl.full([C.BQ], float("-inf"), tl.float32)
+    b_sum = tl.full([C.BQ], 0.0, tl.float32)
+    if C.SINKS:
+        sink = tl.load(part_of(p_sinks, i_b, i_h, T, S, C.H, C.SINKS)) * LOG2_E
+        b_top = tl.full([C.BQ], 0.0, tl.float32) + sink
         b_sum += tl.where(sink > float("-inf"), 1.0, 0.0)
-    b_best = tl.full([BQ], float("-inf"), tl.float32)
-    b_arg = tl.full([BQ], -1, tl.int32)
+    b_best = tl.full([C.BQ], float("-inf"), tl.float32)
+    b_arg = tl.full([C.BQ], -1, tl.int32)
     # (BQ, BDV)
-    b_out = tl.zeros([BQ, BDV], tl.float32)
-    seed = tl.load(p_seeds + i_bh) if DROPOUT else tl.full([], 0, tl.uint32)
+    b_out = tl.full([C.BQ, C.BDV], 0.0, tl.float32)
+    seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
 
     for MASKED in tl.static_range(2):
         n_first = 0
@@ -149,37 +75,31 @@ def forward_kernel(
             n_first = n_unmasked
             n_last = n_all
         for n in range(n_first, n_last):
-            i_k = block_at(p_row, p_list, n, LISTS) * BK
-            o_k = i_k + tl.arange(0, BK)
+            i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
+            o_k = i_k + tl.arange(0, C.BK)
             # (BK, BD)
-            b_k = load_rows(p_k, i_k, S, Hk * D, BK, D, BD, MASKED)
+            b_k = load_rows(p_k, i_k, S, C.HK * C.D, C.BK, C.D, C.BD, MASKED)
             # (BQ, BK)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             unit = scale * LOG2_E
-            if not PLAIN:
-                b_s = finished_logits(
-                    b_s * scale, o_q[:, None], o_k[None, :], p_bias, T, S, s_bias_t, s_bias_s, soft_cap,
-                    BIAS, CAPPED, LOGITS,
-                )  # fmt: skip
+            if not C.PLAIN:
+                b_s = finished_logits(b_s * scale, o_q[:, None], o_k[None, :], options, T, S, soft_cap, C)
                 unit = LOG2_E
             if MASKED:
-                m_seen = visible(
-                    o_q[:, None], o_k[None, :], p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, T, S,
-                    s_mask_t, s_mask_s, s_pattern, LO, HI, CHUNK, SEGMENTS, POSITIONS, MASK, PATTERN_Q, PATTERN_K,
-                )  # fmt: skip
+                m_seen = visible(o_q[:, None], o_k[None, :], options, T, S, C)
                 b_s = tl.where(m_seen, b_s, float("-inf"))
             # unit is positive: the maximum may be scaled instead of every logit
             b_tile = tl.max(b_s, 1) * unit
             b_new = tl.maximum(b_top, b_tile)
-            if ARGMAX:
+            if C.ARGMAX:
                 b_arg = tl.where(b_tile > b_best, i_k + tl.argmax(b_s, 1), b_arg)
                 b_best = tl.maximum(b_best, b_tile)
             # a row that has seen nothing yet: -inf - 0, not -inf - -inf
             b_base = b_new
-            if MASKED or BIAS:
+            if MASKED or C.BIAS:
                 b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_x = b_s * unit - b_base[:, None]
-            if BIAS:
+            if C.BIAS:
                 # fused with the product it may pass 0 by a rounding, and a rounding of 1e30 is large
                 b_x = tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
             b_p = tl.exp2(b_x)
@@ -187,25 +107,26 @@ def forward_kernel(
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
             b_top = b_new
             b_out *= b_shrink[:, None]
-            if DROPOUT:
+            if C.DROPOUT:
                 m_keep = dropout_keep(seed, o_q[:, None], o_k[None, :], threshold)
                 b_p = tl.where(m_keep, b_p * keep_scale, 0.0)
             # (BK, BDV)
-            b_v = load_rows(p_v, i_k, S, Hk * DV, BK, DV, BDV, MASKED)
-            if MASKED and GUARD:
+            b_v = load_rows(p_v, i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV, MASKED)
+            if MASKED and C.GUARD:
+                PRECISION: tl.constexpr = C.PRECISION
                 b_out = guarded_dot(b_p.to(b_v.dtype), b_v, m_seen, b_out, PRECISION)
             else:
-                b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+                b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=C.PRECISION)
 
     m_some = b_sum != 0.0
     b_total = tl.where(m_some, b_sum, 1.0)
     b_out /= b_total[:, None]
-    store_rows(p_out, b_out, i_q, T, H * DV, BQ, DV, BDV)
+    store_rows(p_out, b_out, i_q, T, C.H * C.DV, C.BQ, C.DV, C.BDV)
     b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
     o_row = i_bh.to(tl.int64) * T + o_q
     tl.store(p_lse + o_row, b_lse, mask=o_q < T)
-    if ARGMAX:
+    if C.ARGMAX:
         tl.store(p_total + o_row, b_sum, mask=o_q < T)
         tl.store(p_argmax + o_row, b_arg, mask=o_q < T)
-    if not GUARD:
+    if not C.GUARD:
         tl.store(p_bad + i_bh * n_rows + i_row + tl.arange(0, 1), has_nan(b_out))

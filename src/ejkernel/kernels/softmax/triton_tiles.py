@@ -1,122 +1,165 @@
 """What one tile of softmax attention is in Triton: its logits and its mask, in either orientation."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from ejkernel.kernels.common.triton_tiles import tanh
 
+# which axes an array (B, H, T, S) has, bit by bit; along the others it broadcasts. 0: there is no array
+AXIS_B = tl.constexpr(1)
+AXIS_H = tl.constexpr(2)
+AXIS_T = tl.constexpr(4)
+AXIS_S = tl.constexpr(8)
+PRESENT = tl.constexpr(16)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a launch is compiled for, as the one constexpr `C` of every kernel and of what they call.
+
+    Attributes:
+        BQ, BK: queries and keys of a tile.
+        BD, BDV: its head dims, powers of two.
+        LO, HI, CHUNK: the band and the chunk length, or None.
+        LOGITS: the dtype that logits are rounded to, or None.
+        PLAIN: whether a logit is q.k times a positive scale and nothing else.
+        Q_SEGMENTS, ..., BIAS, SINKS: the axes of these arrays.
+        LISTS: whether the schedule is made of lists.
+        TAIL_Q: whether the last block of queries is cut off.
+        GUARD: whether this is the careful launch, over the blocks of FLAG_ROWS queries or keys that a fast one marked.
+        ROW_BLOCK: what lse and delta are padded to a multiple of.
+        KEY, VALUE: whether the launch is to give dk, and dv.
+    """
+
+    H: int
+    HK: int
+    G: int
+    D: int
+    DV: int
+    BD: int
+    BDV: int
+    BQ: int
+    BK: int
+    LO: int | None
+    HI: int | None
+    CHUNK: int | None
+    Q_SEGMENTS: int
+    K_SEGMENTS: int
+    Q_POSITIONS: int
+    K_POSITIONS: int
+    MASK: int
+    PATTERN_Q: int | None
+    PATTERN_K: int | None
+    BIAS: int
+    SINKS: int
+    CAPPED: bool
+    LOGITS: tl.dtype | None
+    PLAIN: bool
+    DROPOUT: bool
+    ARGMAX: bool
+    LISTS: bool
+    TAIL_Q: bool
+    PRECISION: str
+    GUARD: bool = False
+    FLAG_ROWS: int = 1
+    ROW_BLOCK: int = 1
+    KEY: bool = True
+    VALUE: bool = True
+
 
 @triton.jit
-def head_pointers(
-    p_bias,
-    p_mask,
-    p_pattern,
-    p_q_seg,
-    p_k_seg,
-    p_q_pos,
-    p_k_pos,
-    i_b,
-    i_h,
-    s_bias_b,
-    s_bias_h,
-    s_mask_b,
-    s_mask_h,
-    s_pattern_b,
-    s_pattern_h,
-    s_q_seg,
-    s_k_seg,
-    s_q_pos,
-    s_k_pos,
-):
-    """The options of one (batch, head); a stride of 0 broadcasts."""
-    i_b, i_h = i_b.to(tl.int64), i_h.to(tl.int64)
-    return (
-        p_bias + i_b * s_bias_b + i_h * s_bias_h,
-        p_mask + i_b * s_mask_b + i_h * s_mask_h,
-        p_pattern + i_b * s_pattern_b + i_h * s_pattern_h,
-        p_q_seg + i_b * s_q_seg,
-        p_k_seg + i_b * s_k_seg,
-        p_q_pos + i_b * s_q_pos,
-        p_k_pos + i_b * s_k_pos,
-    )
+def head_rows(p, i_b, i_h, n, H: tl.constexpr, D: tl.constexpr):
+    """Where the rows of one head start in an array (B, n, H, D)."""
+    return p + (i_b.to(tl.int64) * n * H + i_h) * D
 
 
 @triton.jit
-def visible(
-    o_q,
-    o_k,
-    p_q_seg,
-    p_k_seg,
-    p_q_pos,
-    p_k_pos,
-    p_mask,
-    p_pattern,
-    T,
-    S,
-    s_mask_t,
-    s_mask_s,
-    s_pattern,
-    LO: tl.constexpr,
-    HI: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    MASK: tl.constexpr,
-    PATTERN_Q: tl.constexpr,
-    PATTERN_K: tl.constexpr,
-):
+def part_of(p, i_b, i_h, T, S, H, AXES: tl.constexpr):
+    """Where one (batch, head) starts in an array (B, H, T, S) that may lack any axis."""
+    i_part = i_b.to(tl.int64) * 0
+    if AXES & AXIS_B:
+        i_part += i_b
+    if AXES & AXIS_H:
+        i_part = i_part * H + i_h
+    if AXES & AXIS_T:
+        i_part *= T
+    if AXES & AXIS_S:
+        i_part *= S
+    return p + i_part
+
+
+@triton.jit
+def tile_of(p, o_q, o_k, S, AXES: tl.constexpr):
+    """Pointers to the elements of a tile, for query and key indices that broadcast against each other."""
+    o_tile = (o_q + o_k) * 0
+    if AXES & AXIS_S:
+        o_tile += o_k
+    if AXES & AXIS_T:
+        return p + o_q.to(tl.int64) * (S if AXES & AXIS_S else 1) + o_tile
+    else:
+        return p + o_tile
+
+
+@triton.jit
+def head_options(
+    p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The arrays of one (batch, head) that logits and masks are made of, as the functions below take them."""
+    p_bias = part_of(p_bias, i_b, i_h, T, S, C.H, C.BIAS)
+    p_mask = part_of(p_mask, i_b, i_h, T, S, C.H, C.MASK)
+    p_pattern += i_b.to(tl.int64) * s_pattern_b + i_h.to(tl.int64) * s_pattern_h
+    p_q_seg = part_of(p_q_seg, i_b, i_h, T, S, C.H, C.Q_SEGMENTS)
+    p_k_seg = part_of(p_k_seg, i_b, i_h, T, S, C.H, C.K_SEGMENTS)
+    p_q_pos = part_of(p_q_pos, i_b, i_h, T, S, C.H, C.Q_POSITIONS)
+    p_k_pos = part_of(p_k_pos, i_b, i_h, T, S, C.H, C.K_POSITIONS)
+    return p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos
+
+
+@triton.jit
+def visible(o_q, o_k, options, T, S, C: tl.constexpr):
     """Which pairs are visible, for query and key indices that broadcast against each other."""
+    _, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos = options
     m_q, m_k = o_q < T, o_k < S
     m_seen = m_q & m_k
-    if POSITIONS:
+    if C.Q_POSITIONS:
         b_qp = tl.load(p_q_pos + o_q, mask=m_q, other=0)
         b_kp = tl.load(p_k_pos + o_k, mask=m_k, other=0)
     else:
         b_qp = o_q + (S - T)
         b_kp = o_k
-    if LO is not None:
-        m_seen &= b_kp - b_qp >= LO
-    if HI is not None:
-        m_seen &= b_kp - b_qp <= HI
-    if CHUNK is not None:
+    if C.LO is not None:
+        m_seen &= b_kp - b_qp >= C.LO
+    if C.HI is not None:
+        m_seen &= b_kp - b_qp <= C.HI
+    if C.CHUNK is not None:
         # floor division: positions before the first key are negative
-        b_qc = tl.where(b_qp >= 0, b_qp, b_qp - (CHUNK - 1)) // CHUNK
-        b_kc = tl.where(b_kp >= 0, b_kp, b_kp - (CHUNK - 1)) // CHUNK
+        b_qc = tl.where(b_qp >= 0, b_qp, b_qp - (C.CHUNK - 1)) // C.CHUNK
+        b_kc = tl.where(b_kp >= 0, b_kp, b_kp - (C.CHUNK - 1)) // C.CHUNK
         m_seen &= b_qc == b_kc
-    if SEGMENTS:
+    if C.Q_SEGMENTS:
         b_qs = tl.load(p_q_seg + o_q, mask=m_q, other=-1)
         b_ks = tl.load(p_k_seg + o_k, mask=m_k, other=-2)
         m_seen &= (b_qs == b_ks) & (b_qs >= 0)
-    if MASK:
-        b_mask = tl.load(p_mask + o_q.to(tl.int64) * s_mask_t + o_k * s_mask_s, mask=m_q & m_k, other=0)
+    if C.MASK:
+        b_mask = tl.load(tile_of(p_mask, o_q, o_k, S, C.MASK), mask=m_q & m_k, other=0)
         m_seen &= b_mask != 0
-    if PATTERN_Q is not None:
-        b_cells = tl.load(p_pattern + (o_q // PATTERN_Q) * s_pattern + o_k // PATTERN_K, mask=m_q & m_k, other=0)
-        m_seen &= b_cells != 0
+    if C.PATTERN_Q is not None:
+        p_cells = p_pattern + (o_q // C.PATTERN_Q) * tl.cdiv(S, C.PATTERN_K) + o_k // C.PATTERN_K
+        m_seen &= tl.load(p_cells, mask=m_q & m_k, other=0) != 0
     return m_seen
 
 
 @triton.jit
-def finished_logits(
-    b_s,
-    o_q,
-    o_k,
-    p_bias,
-    T,
-    S,
-    s_bias_t,
-    s_bias_s,
-    soft_cap,
-    BIAS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    LOGITS: tl.constexpr,
-):
-    """Scaled logits after bias, soft cap and rounding; LOGITS is the dtype they are rounded to, or None."""
-    if BIAS:
+def finished_logits(b_s, o_q, o_k, options, T, S, soft_cap, C: tl.constexpr):
+    """Scaled logits after bias, soft cap and rounding."""
+    if C.BIAS:
         m_in = (o_q < T) & (o_k < S)
-        b_s += tl.load(p_bias + o_q.to(tl.int64) * s_bias_t + o_k * s_bias_s, mask=m_in, other=0.0).to(tl.float32)
-    if CAPPED:
+        b_s += tl.load(tile_of(options[0], o_q, o_k, S, C.BIAS), mask=m_in, other=0.0).to(tl.float32)
+    if C.CAPPED:
         b_s = soft_cap * tanh(b_s / soft_cap)
-    if LOGITS is not None:
-        b_s = b_s.to(LOGITS).to(tl.float32)
+    if C.LOGITS is not None:
+        b_s = b_s.to(C.LOGITS).to(tl.float32)
     return b_s
