@@ -104,6 +104,7 @@ def check(
     rounded: str = "",
     optimised: bool = False,
     poison: Callable[[Arrays], Arrays] | None = None,
+    poison_only: bool = False,
     name: str | None = None,
 ) -> None:
     """Check outputs and gradients of `function` against `definition(arrays, dtype)`.
@@ -115,18 +116,21 @@ def check(
     `rounded` names an array to which the rounded numbers are proportional: the definition with that array a little
     larger and smaller (`NUDGES`) shows, entry by entry, what else the result may be.
 
-    `poison` puts what must not be read into the arrays; the same program must give the same answers then.
+    `poison` puts what must not be read into the arrays; the same program must give the same answers then. With
+    `poison_only` it runs on these alone.
     Checks of one `name` share what the definition gives.
     """
     arrays = dict(arrays)
-    cotangents = cotangents_for(function, arrays, dtype)
+    cotangents = cotangents_for(lambda a: definition(a, jnp.dtype(dtype)), arrays, dtype)
     settled = _SETTLED.get(name or "") or _settle(definition, arrays, cotangents, dtype, rounded)
     if name is not None:
         _SETTLED[name] = settled
     options = AS_USERS_COMPILE if optimised and jax.default_backend() == "cpu" else None
     program = with_gradients(function, options)
     exact, naive, nudged = settled
-    given = {"": arrays} if poison is None else {"": arrays, "poisoned: ": poison(arrays)}
+    given = {} if poison is None else {"poisoned: ": poison(arrays)}
+    if not given or not poison_only:
+        given[""] = arrays
     for how, numbers in given.items():
         ours = program(numbers, cotangents)
         for i, kind in enumerate(("output", "gradient of")):

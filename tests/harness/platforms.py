@@ -17,6 +17,7 @@ class Platform:
         interpreted: whether the kernels run in their interpreter.
         tiles: whether the platform takes a case's tile sizes; otherwise it chooses its own.
         scale: what a case's tile sizes are multiplied by, for an interpreter whose every step is slow.
+        poison_only: whether a case with poison need not run without: the same path, and every step is slow.
         precision: what float32 matmuls need to be float32.
     """
 
@@ -25,6 +26,7 @@ class Platform:
     interpreted: bool = False
     tiles: bool = False
     scale: int = 1
+    poison_only: bool = False
     precision: str | None = None
 
     @property
@@ -49,7 +51,7 @@ class Platform:
 PLATFORMS = (
     Platform("xla", tiles=True),
     Platform("triton", interpreted=True),
-    Platform("pallas", interpreted=True, tiles=True, scale=2),
+    Platform("pallas", interpreted=True, tiles=True, scale=2, poison_only=True),
     Platform("xla", "gpu", tiles=True, precision="highest"),
     Platform("pallas", "gpu"),
     Platform("cudnn", "gpu"),

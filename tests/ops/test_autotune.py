@@ -39,6 +39,14 @@ def measured(monkeypatch, tmp_path):
     return seen
 
 
+@pytest.mark.parametrize(("T", "sizes"), [(1, [128]), (129, [128, 256]), (5000, [128, 256, 512, 1024])])
+def test_tiles_beyond_the_length_are_not_measured(T, sizes):
+    """A tile that holds the whole length does as much as any larger one."""
+    query, key = (jnp.ones((1, n, 2, 8)) for n in (T, 64))
+    found = xla.search_space(canonicalise(query, key, key))
+    assert [(c.block_q, c.block_k) for c in found] == [(n, 128) for n in sizes]
+
+
 def test_the_winner_is_kept(measured):
     with autotune(progress=False):
         flash_attention(Q, Q, Q)

@@ -2,7 +2,7 @@
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -47,10 +47,16 @@ def trace(name: str, platform: Platform = PLATFORMS[0]) -> Any:
         return jax.jit(partial(SAMPLES[name].run, **elsewhere)).trace(SAMPLES[name].given())
 
 
+def by_sample(names: Iterable[str]) -> Any:
+    """A parameter `name`; one worker takes all tests of a sample, so that it is compiled once outside all modes."""
+    params = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    return pytest.mark.parametrize("name", params)
+
+
 @cache
-def outside(name: str, platform: Platform = PLATFORMS[0]) -> tuple[Callable[..., Any], list[jax.Array]]:
+def outside(name: str) -> tuple[Callable[..., Any], list[jax.Array]]:
     """The program of a sample outside all modes, and its results."""
-    program = trace(name, platform).lower().compile()
+    program = trace(name).lower().compile()
     return program, program(SAMPLES[name].given())
 
 
@@ -64,13 +70,13 @@ def test_every_operation_is_here():
 
 
 def check_strictly(name: str, platform: Platform) -> None:
-    _, expected = outside(name, platform)
+    _, expected = outside(name)
     with strict_64_bits():
         results = trace(name, platform).lower().compile()(SAMPLES[name].given())
     assert_same(results, expected)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@by_sample(SAMPLES)
 def test_strict_rules_and_64_bits(name):
     check_strictly(name, PLATFORMS[0])
 
@@ -81,7 +87,7 @@ def test_strict_rules_and_64_bits_around_kernels(platform):
         check_strictly(name, platform)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@by_sample(SAMPLES)
 def test_nothing_to_see(name):
     program, expected = outside(name)
     arrays = SAMPLES[name].given()
@@ -92,10 +98,7 @@ def test_nothing_to_see(name):
 
 
 # those left out look at the values of their masks and lengths outside jit: what they make depends on them
-@pytest.mark.parametrize(
-    "name",
-    [name for name in SAMPLES if not name.startswith(("packed", "dot-product", "mask-of", "mean-pooling-packed"))],
-)
+@by_sample(name for name in SAMPLES if not name.startswith(("packed", "dot-product", "mask-of", "mean-pooling-packed")))
 def test_no_transfers_outside_jit(name):
     """Where all arrays and masks lie on the device, nothing is sent to it."""
     sample = SAMPLES[name]
@@ -105,7 +108,7 @@ def test_no_transfers_outside_jit(name):
     assert_same(results, outside(name)[1][: len(results)])
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
+@by_sample(ONE_EACH)
 def test_no_tracer_leaks(name):
     gc.freeze()  # JAX collects garbage after every trace: not among what was there before
     # in a mode of its own nothing that was traced before is found again
@@ -114,7 +117,7 @@ def test_no_tracer_leaks(name):
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
+@by_sample(ONE_EACH)
 def test_without_jit(name):
     sample = SAMPLES[name]
     options = {"cfg": None} if "cfg" in sample.options else {}  # many tiles take long

@@ -3,24 +3,23 @@
 Interpreters run the core ones.
 """
 
-import pytest
-
+from harness import by_case
 from harness.paged import CASES, CORE, CORE_IDS, Case, check_case
 
 AS_USERS_COMPILE = ("mixed-bfloat16", "splits-8-sinks-window")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@by_case(CASES)
 def test_case(case: Case, native):
     check_case(case, native)
 
 
-@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
+@by_case(CORE)
 def test_core_case(case: Case, interpreted):
     check_case(case, interpreted)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in AS_USERS_COMPILE], ids=lambda case: case.id)
+@by_case(case for case in CASES if case.id in AS_USERS_COMPILE)
 def test_optimised(case: Case, native):
     check_case(case, native, optimised=True)
 

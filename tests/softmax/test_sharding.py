@@ -1,5 +1,7 @@
 """Many devices give what one gives: `mesh=`, and inside a user's own shard_map."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,19 +65,30 @@ CALLS = {
     "sinks": (qkv() | {"softmax_aux": normal("sinks", (H, 2))}, {"causal": True}),
     "dropout": (qkv(), {"dropout_prob": 0.4, "dropout_seed": 3}),
     "unnormalised": (qkv() | {"softmax_aux": normal("sinks", (H,))}, {"normalize_output": False}),
+    "one-key-head": (qkv(1), {"causal": True}),
 }  # fmt: skip
+SPLIT = [name for name in CALLS if name != "one-key-head"]
 
 
-def split_and_whole(floats, options, function=flash_attention, place=lambda floats: floats, **shards):
-    """Outputs and gradients on the mesh and on one device."""
+def by_call(names):
+    """A parameter `name`; one worker takes all tests of a call, so that it is computed once on one device."""
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in names])
 
-    def attend(floats, **shards):
-        out, lse = function(**floats, **options, return_lse=True, cfg=TILES, **shards)
+
+def computed(name, place=lambda floats: floats, **shards):
+    """Outputs and gradients of a call."""
+    floats, options = CALLS[name]
+
+    def attend(floats):
+        out, lse = flash_attention(**floats, **options, return_lse=True, cfg=TILES, **shards)
         return {"out": out, "lse": lse}
 
     cotangents = {"out": normal("dout", (B, T, H, D)), "lse": normal("dlse", (B, H, T))}
-    whole = evaluate(attend, floats, cotangents)
-    return evaluate(lambda f: attend(f, **shards), place(floats), cotangents), whole
+    return evaluate(attend, place(floats), cotangents)
+
+
+# on one device
+whole = cache(computed)
 
 
 def agree(got, expected):
@@ -83,21 +96,28 @@ def agree(got, expected):
     assert_close(got[1], expected[1], kind="gradient of")
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_batch_and_heads(name, mesh):
-    agree(*split_and_whole(*CALLS[name], mesh=mesh, in_specs=(BATCH_AND_HEADS,) * 3, out_specs=BATCH_AND_HEADS))
+@by_call(SPLIT)
+def test_batch_and_heads(name):
+    specs = {"in_specs": (BATCH_AND_HEADS,) * 3, "out_specs": BATCH_AND_HEADS}
+    agree(computed(name, mesh=mesh_of(AxisType.Auto), **specs), whole(name))
+
+
+@by_call(["segments", "bias-per-head", "sinks", "dropout"])
+def test_batch_and_heads_over_explicit_axes(name, explicit):
+    """An array of each kind; `test_types_are_specs` has them all."""
+    specs = {"in_specs": (BATCH_AND_HEADS,) * 3, "out_specs": BATCH_AND_HEADS}
+    agree(computed(name, mesh=explicit, **specs), whole(name))
 
 
 def placed(mesh, arrays, spec=BATCH_AND_HEADS):
     return {n: jax.device_put(x, NamedSharding(mesh, spec)) if n in qkv() else x for n, x in arrays.items()}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@by_call(SPLIT)
 def test_types_are_specs(name, explicit):
     """Arrays that are split over Explicit axes need no mesh= and no in_specs=."""
-    floats, options = CALLS[name]
-    got, expected = split_and_whole(floats, options, place=lambda f: placed(explicit, f))
-    agree(got, expected)
+    got = computed(name, lambda f: placed(explicit, f))
+    agree(got, whole(name))
     assert jax.typeof(got[0]["out"]).sharding.spec == BATCH_AND_HEADS
 
 
@@ -105,14 +125,14 @@ def test_whole_keys_follow_split_queries(explicit):
     """And the other way round; gradients come back laid out like their arrays."""
     for split in (("query",), ("key", "value")):
         place = lambda f, split=split: placed(explicit, f, P()) | placed(explicit, {n: f[n] for n in split})  # noqa: E731
-        got, expected = split_and_whole(*CALLS["causal"], place=place)
-        agree(got, expected)
+        got = computed("causal", place)
+        agree(got, whole("causal"))
         specs = {name: jax.typeof(x).sharding.spec for name, x in got[1].items()}
         assert {name for name, spec in specs.items() if any(spec)} == set(split)
 
 
 def test_whole_arrays_of_an_explicit_mesh(explicit):
-    agree(*split_and_whole(*CALLS["causal"], place=lambda f: placed(explicit, f, P())))
+    agree(computed("causal", lambda f: placed(explicit, f, P())), whole("causal"))
 
 
 @pytest.mark.parametrize("inner", [None, "tp"], ids=["whole", "split-heads"])
@@ -150,24 +170,23 @@ def test_an_axis_of_one_device_splits_nothing():
 
 def test_one_key_head_is_not_split(mesh):
     specs = {"query": BATCH_AND_HEADS, "key": P("dp"), "value": P("dp")}
-    agree(*split_and_whole(qkv(1), {"causal": True}, mesh=mesh, in_specs=specs))
+    agree(computed("one-key-head", mesh=mesh, in_specs=specs), whole("one-key-head"))
 
 
 def test_specs_of_the_query_alone(mesh):
     """One key head: nothing else need be said."""
-    agree(*split_and_whole(qkv(1), {"causal": True}, mesh=mesh, in_specs=(P(None, None, "tp"),)))
+    agree(computed("one-key-head", mesh=mesh, in_specs=(P(None, None, "tp"),)), whole("one-key-head"))
 
 
 def test_batch_over_both_axes():
     mesh = Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), ("a", "b"))
     spec = P(("a", "b"))
-    agree(*split_and_whole(*CALLS["dropout"], mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
+    agree(computed("dropout", mesh=mesh, in_specs=(spec,) * 3, out_specs=spec), whole("dropout"))
 
 
 def test_specs_for_further_arrays(mesh):
-    floats, options = CALLS["bias-per-head"]
     specs = (BATCH_AND_HEADS,) * 3 + (P(None, "tp"),)
-    agree(*split_and_whole(floats, options, mesh=mesh, in_specs=specs))
+    agree(computed("bias-per-head", mesh=mesh, in_specs=specs), whole("bias-per-head"))
 
 
 def test_the_output_is_laid_out_as_asked(mesh):

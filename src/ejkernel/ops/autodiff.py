@@ -16,7 +16,7 @@ from ejkernel.ops.sharding import among
 
 
 @contextmanager
-def _default_rules() -> Iterator[None]:
+def default_rules() -> Iterator[None]:
     """In 32 bits and with JAX's own promotion: what users set otherwise is for the code around a kernel."""
     with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
@@ -40,7 +40,7 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     """Outputs, and the residuals that a backward needs; `execute` is differentiable, this is not."""
 
     def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
-        with among(arrays), _default_rules():
+        with among(arrays), default_rules():
             return plan.implementation.forward(_call(plan, arrays), plan.config)
 
     whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
@@ -53,7 +53,7 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
     """Gradients by array name, from the cotangents of those outputs that have one."""
 
     def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        with among((arrays, residuals, cotangents)), _default_rules():
+        with among((arrays, residuals, cotangents)), default_rules():
             assert plan.implementation.backward is not None
             return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel.ops import config as configs
 from ejkernel.ops import tuning
-from ejkernel.ops.autodiff import execute
+from ejkernel.ops.autodiff import default_rules, execute
 from ejkernel.ops.explanation import Explanation, answer, explaining, together
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
@@ -123,7 +123,8 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
         raise ValueError(f"platform {platform!r} is unknown; use None, 'auto', {', '.join(map(repr, PLATFORMS))}")
     if cfg is not None:
         configs.check_config(cfg)
-    refused = {p: refusals(operation, p, call, cfg, thorough=p == platform) for p in PLATFORMS}
+    with default_rules():  # some plan the call to know its size
+        refused = {p: refusals(operation, p, call, cfg, thorough=p == platform) for p in PLATFORMS}
     if platform not in (None, "auto"):
         order, reason = [str(platform)], "forced by platform="
     else:

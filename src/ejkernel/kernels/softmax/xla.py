@@ -75,8 +75,10 @@ def _reach(call: Call) -> int:
 
 
 def search_space(call: Call) -> list[Config]:
-    lanes = default_config(call).lanes
-    return [Config(q, k, lanes) for q in (128, 256, 512, 1024) for k in (128, 256, 512, 1024)]
+    dims, lanes = dimensions(call), default_config(call).lanes
+    # from the first that holds the whole length on, they are one
+    by_q, by_k = ([n for n in (128, 256, 512, 1024) if n == 128 or n < 2 * length] for length in (dims.T, dims.S))
+    return [Config(q, k, lanes) for q in by_q for k in by_k]
 
 
 class _Tiling(NamedTuple):
