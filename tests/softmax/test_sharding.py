@@ -258,6 +258,20 @@ def test_inside_a_users_own_shard_map(mesh, check_vma):
     agree(evaluate(split, placed(mesh, floats), cotangents), evaluate(local, floats, cotangents))
 
 
+def test_what_devices_share_inside_a_checked_shard_map(mesh):
+    """Its gradient is the sum of what all of them have."""
+    sinks, floats = normal("sinks", (H,)), qkv()
+
+    def local(floats):
+        return {"out": flash_attention(**floats, causal=True, cfg=TILES)}
+
+    specs = {name: P("dp") for name in floats} | {"softmax_aux": P()}
+    split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P("dp"), check_vma=True)
+    cotangents = {"out": normal("dout", (B, T, H, D))}
+    given = placed(mesh, floats, P("dp")) | {"softmax_aux": jax.device_put(sinks, NamedSharding(mesh, P()))}
+    agree(evaluate(split, given, cotangents), evaluate(local, floats | {"softmax_aux": sinks}, cotangents))
+
+
 def test_arrays_that_jit_splits(mesh):
     """No specs: the partitioner of jit finds its own way and the answer stays."""
     sharding = NamedSharding(mesh, P("dp"))

@@ -131,16 +131,17 @@ class Builder(base.InterpreterBuilder):
         # as compiled by default; overflow checks also forbid the wrapping arithmetic of hashes
         self.options = base.InterpreterOptions(sanitize_overflow=False)
 
-    # what follows the mask says how to cache, in one argument from Triton 3.9 on, in two before
+    # what follows the mask says how to cache, in one argument from Triton 3.9 on, in two before;
+    # since then a mask & (0 <= 1) is one of integers
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *_: Any) -> Any:
         type_ = ptrs.get_element_ty()
         wanted = _numpy_type(type_)
         filled = np.zeros(ptrs.data.shape, wanted) if other is None else other.data
-        loaded = base._interpreter.load(ptrs.data, mask.data, _bits(filled), _bits_type(wanted))
+        loaded = base._interpreter.load(ptrs.data, mask.data.astype(np.bool_), _bits(filled), _bits_type(wanted))
         return base.TensorHandle(loaded.view(wanted), type_)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *_: Any) -> Any:
-        return base._interpreter.store(ptrs.data, _bits(value.data), mask.data)
+        return base._interpreter.store(ptrs.data, _bits(value.data), mask.data.astype(np.bool_))
 
     def get_bf16(self, value: float) -> Any:
         return base.TensorHandle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)

@@ -22,9 +22,9 @@ def default_rules() -> Iterator[None]:
         yield
 
 
-def _call(plan: Plan, arrays: Arrays) -> Call:
+def _call(plan: Plan, arrays: Arrays, unwanted: frozenset[str] = frozenset()) -> Call:
     """The call as it will run: vmap may have made its batch larger than the one the plan was chosen for."""
-    call = plan.call(arrays)
+    call = plan.call(arrays, unwanted)
     if reasons := plan.implementation.unsupported_config(call, plan.config):
         raise NotImplementedError(
             f"{plan.operation.name}: with the batch of {batch_size(arrays)} that vmap makes, {'; '.join(reasons)}. "
@@ -47,21 +47,25 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     return fold_forward(allow_empty(one), whole)(arrays)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
-def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-    """Gradients by array name, from the cotangents of those outputs that have one."""
+@partial(jax.custom_jvp, nondiff_argnums=(0, 4))
+@partial(jax.jit, static_argnums=(0, 4))
+def backward(
+    plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays, unwanted: frozenset[str] = frozenset()
+) -> Arrays:
+    """Gradients by array name, from the cotangents of those outputs that have one; none of what is unwanted."""
 
     def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         with among((arrays, residuals, cotangents)), default_rules():
             assert plan.implementation.backward is not None
-            return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
+            call = _call(plan, arrays, unwanted)
+            gradients = plan.implementation.backward(call, residuals, cotangents, plan.config)
+            return {name: gradient for name, gradient in gradients.items() if name not in unwanted}
 
     trained = frozenset(name for name, dims in plan.operation.arrays.items() if dims.grad)
     return fold_backward(allow_empty_gradient(one, trained), trained)(arrays, residuals, cotangents)
 
 
-def _differentiated_again(plan: Plan, primals: Any, tangents: Any) -> Any:
+def _differentiated_again(plan: Plan, *_: Any) -> Any:
     raise NotImplementedError(
         f"{plan.operation.name} can be differentiated once, in reverse: it has no second derivative (jax.hessian, "
         "grad of grad) and no forward mode"
@@ -95,16 +99,18 @@ def _execute_fwd(plan: Plan, primals: Any):
     outputs = _named(outputs)
     # what is an output too is kept once
     kept = {name: outputs.get(name, x) for name, x in _named(residuals).items()}
-    return outputs, (arrays, kept)
+    # names alone, as the keys of a tree without leaves
+    unwanted = {name: None for name, primal in primals.items() if not primal.perturbed}
+    return outputs, (arrays, kept, unwanted)
 
 
-def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays], cotangents: dict[str, Any]):
-    arrays, residuals = saved
+def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays, dict[str, None]], cotangents: dict[str, Any]):
+    arrays, residuals, unwanted = saved
     given = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
     given = {name: ct for name, ct in given.items() if ct.dtype != jax.dtypes.float0}
     if given and plan.no_gradient is not None:
         raise NotImplementedError(f"{plan.operation.name} cannot be differentiated: {plan.no_gradient}")
-    gradients = backward(plan.gradient or plan, arrays, residuals, given) if given else {}
+    gradients = backward(plan.gradient or plan, arrays, residuals, given, frozenset(unwanted)) if given else {}
     return ({name: gradients.get(name) for name in arrays},)
 
 

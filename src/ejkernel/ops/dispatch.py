@@ -11,7 +11,7 @@ from ejkernel.ops.explanation import Explanation, answer, explaining, together
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
 from ejkernel.ops.settings import interpreting, is_deterministic, xla_is_deterministic
-from ejkernel.ops.sharding import Shards, run_sharded, typed_specs
+from ejkernel.ops.sharding import Shards, run_sharded, typed_specs, varying_like
 from ejkernel.ops.target import target_of
 
 
@@ -231,7 +231,8 @@ def run_here(operation: Operation, call: Call, platform: str | None, cfg: Any) -
     """Run a call whose target is settled, on the arrays as they are."""
     if explaining():
         answer(choose(operation, call, platform, cfg)[1])
-    return execute(plan(operation, call, platform, cfg), call.arrays)
+    # inside a shard_map: the gradient of what all devices share is the sum of theirs
+    return execute(plan(operation, call, platform, cfg), varying_like(call.arrays, call.arrays))
 
 
 def run_parts(

@@ -47,11 +47,15 @@ class Splits:
 
 @dataclass(frozen=True)
 class Call:
-    """A canonical call: static facts in `spec`, the arrays that are present by name, and the device it is for."""
+    """A canonical call: static facts in `spec`, the arrays that are present by name, and the device it is for.
+
+    `unwanted` names the arrays whose gradients nobody asks for: a backward may leave them out.
+    """
 
     spec: Any
     arrays: Arrays
     target: Target = field(default=Target("cpu", "cpu", "cpu"))
+    unwanted: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> jax.Array:
         return self.arrays[name]
@@ -62,6 +66,10 @@ class Call:
     def get(self, name: str) -> Any:
         """The array of that name, or None."""
         return self.arrays.get(name)
+
+    def wants(self, *names: str) -> bool:
+        """Whether the gradient of any of these is asked for, of those that are present."""
+        return any(name in self.arrays and name not in self.unwanted for name in names)
 
     def on(self, target: Target) -> "Call":
         return replace(self, target=target)
@@ -82,7 +90,8 @@ class Implementation:
         search_space: configs worth measuring for a call.
         forward: `(call, config)` to outputs and residuals, both by name.
         backward: `(call, residuals, cotangents, config)` to gradients by array name; the cotangent of an output that
-            nobody differentiates is absent. None where there is no gradient.
+            nobody differentiates is absent, and `call.unwanted` names arrays whose gradients may be. None where there
+            is no gradient.
         unsupported_config: every reason why a config does not fit a call.
         shared_residuals: whether the residuals are those that the operation's other platforms leave and take, so that
             another's backward may follow this forward, and this backward another's forward. If not, what they are may
@@ -178,5 +187,5 @@ class Plan:
     gradient: "Plan | None" = None
     no_gradient: str | None = None
 
-    def call(self, arrays: Arrays) -> Call:
-        return Call(self.spec, arrays, self.target)
+    def call(self, arrays: Arrays, unwanted: frozenset[str] = frozenset()) -> Call:
+        return Call(self.spec, arrays, self.target, unwanted)

@@ -11,6 +11,7 @@ import numpy as np
 from ejkernel.checks.arrays import FLOATS, concrete, cumulative_lengths
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
+from ejkernel.kernels.common.pieces import cut, most_pieces
 from ejkernel.ops import Call
 
 
@@ -44,8 +45,7 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     values = concrete(cu_seqlens)
     ends = cumulative_lengths("cu_seqlens", cu_seqlens if values is None else values, T, fewest=0)
     if values is None:
-        # the most there can be: ceil(n / c) <= (n + c - 1) / c, summed over the sequences
-        rows = (T + (ends.size - 1) * (chunk_size - 1)) // chunk_size
+        rows = most_pieces(T, ends.size - 1, chunk_size)
     else:
         rows = int(_chunks(np.diff(values), chunk_size).sum())
     return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": ends[None]})
@@ -57,27 +57,13 @@ def _chunks(length: Any, chunk_size: int) -> Any:
 
 def row_bounds(call: Call) -> jax.Array:
     """Of each row of the result, the first token and the one past its last: (B|1, rows, 2); equal for a row of none."""
-    row = np.arange(call.spec.rows, dtype=np.int32)
     if "cu_seqlens" not in call:
+        row = np.arange(call.spec.rows, dtype=np.int32)
         start = row * call.spec.chunk_size
         end = np.minimum(start + call.spec.chunk_size, call["x"].shape[1])
         return jnp.asarray(np.stack([start, end], -1)[None], jnp.int32)
-    return jax.vmap(lambda cu: _packed_bounds(cu, row, call.spec.chunk_size))(call["cu_seqlens"])
-
-
-def _packed_bounds(cu: jax.Array, row: np.ndarray, chunk_size: int) -> jax.Array:
-    first_row = _first_rows(cu, chunk_size)
-    sequence = jnp.searchsorted(first_row, row, side="right") - 1
-    start = cu[sequence] + (row - first_row[sequence]) * chunk_size
-    # rows past the last chunk belong to no sequence
-    end = jnp.minimum(start + chunk_size, cu[jnp.minimum(sequence + 1, cu.size - 1)])
-    return jnp.stack([start, jnp.maximum(start, end)], -1)
-
-
-def _first_rows(cu: jax.Array, chunk_size: int) -> jax.Array:
-    """The first row of each sequence, and the number of rows: (num_sequences + 1,)."""
-    rows = jnp.cumsum(_chunks(jnp.diff(cu), chunk_size), dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), rows])
+    pieces = cut(call["cu_seqlens"], call.spec.chunk_size, call.spec.rows)
+    return jnp.stack([pieces.start, pieces.end], -1)
 
 
 def token_rows(call: Call) -> jax.Array:
@@ -85,12 +71,15 @@ def token_rows(call: Call) -> jax.Array:
     token = np.arange(call["x"].shape[1], dtype=np.int32)
     if "cu_seqlens" not in call:
         return jnp.asarray(token[None] // call.spec.chunk_size, jnp.int32)
-    return jax.vmap(lambda cu: _packed_token_rows(cu, token, call.spec.chunk_size))(call["cu_seqlens"])
+    first_row = cut(call["cu_seqlens"], call.spec.chunk_size, 0).first_row
+    return jax.vmap(lambda cu, first: _packed_token_rows(cu, first, token, call.spec.chunk_size))(
+        call["cu_seqlens"], first_row
+    )
 
 
-def _packed_token_rows(cu: jax.Array, token: np.ndarray, chunk_size: int) -> jax.Array:
+def _packed_token_rows(cu: jax.Array, first_row: jax.Array, token: np.ndarray, chunk_size: int) -> jax.Array:
     sequence = jnp.searchsorted(cu, token, side="right") - 1
-    row = _first_rows(cu, chunk_size)[sequence] + (token - cu[sequence]) // chunk_size
+    row = first_row[sequence] + (token - cu[sequence]) // chunk_size
     return jnp.where((sequence >= 0) & (sequence < cu.size - 1), row, -1)
 
 

@@ -1,0 +1,44 @@
+"""Packed sequences cut into pieces of one size, none of which crosses a sequence."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Pieces(NamedTuple):
+    """Of each piece, its tokens and its sequence: (B, rows) each. Rows past the last piece have no tokens.
+
+    Attributes:
+        start: its first token.
+        end: the token behind its last.
+        sequence: the one it is a part of.
+        first_row: the first piece of each sequence, and the number of pieces: (B, sequences + 1).
+    """
+
+    start: jax.Array
+    end: jax.Array
+    sequence: jax.Array
+    first_row: jax.Array
+
+
+def most_pieces(tokens: int, sequences: int, size: int) -> int:
+    """The most pieces there can be: ceil(n / size) <= (n + size - 1) / size, summed over the sequences."""
+    return (tokens + sequences * (size - 1)) // size
+
+
+def cut(cu_seqlens: jax.Array, size: int, rows: int) -> Pieces:
+    """The pieces of sequences that begin and end at `cu_seqlens` (B, sequences + 1)."""
+    return jax.vmap(lambda cu: _cut(cu, size, rows))(cu_seqlens)
+
+
+def _cut(cu: jax.Array, size: int, rows: int) -> Pieces:
+    row = np.arange(rows, dtype=np.int32)
+    counts = jnp.cumsum((jnp.diff(cu) + size - 1) // size, dtype=jnp.int32)
+    first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])
+    sequence = jnp.searchsorted(first_row, row, side="right").astype(jnp.int32) - 1
+    start = cu[sequence] + (row - first_row[sequence]) * size
+    # rows past the last piece belong to no sequence
+    end = jnp.minimum(start + size, cu[jnp.minimum(sequence + 1, cu.size - 1)])
+    return Pieces(start, jnp.maximum(start, end), sequence, first_row)
