@@ -95,6 +95,20 @@ def test_paged(tmp_path, monkeypatch):
     assert found[mixed, OURS]["tuning"]["operations"] == ["ragged_page_attention"]
 
 
+def test_linear(tmp_path, monkeypatch):
+    """Decays per channel, whose gradients are judged too, and a decode step; what each must move."""
+    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    kept = tmp_path / "run.json"
+    result = run("linear", "--quick", "--repeats", "1", "--case", "^(gla|decode)", "--json", str(kept))
+    assert result.exit_code == 0, result.output
+    assert "6 measurements, every answer right" in result.output
+    found = {(r["case"], r["what"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
+    trained, step = found["gla B1 T128 H2 D16", BOTH, OURS], found["decode B4 T1 H2 D16", FORWARD, OURS]
+    assert {*trained["errors"]} == {"out", "dquery", "dkey", "dvalue", "dg"}
+    assert trained["rate"] == pytest.approx(14 * 128 * 2 * 16 * 4 / trained["milliseconds"] / 1e9, rel=1e-3)
+    assert step["rate"] == pytest.approx(2 * 4 * 2 * 16 * 16 * 4 / step["milliseconds"] / 1e9, rel=1e-3)
+
+
 def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch):
     """Each result is the next call's array, and the calls' share of the time is what counts."""
     clock, ran = [0.0], []

@@ -39,6 +39,11 @@ CONTIGUOUS = {"key": (3, T, Hkv, D), "value": (3, T, Hkv, D), "sequence_start": 
 TOKENS = {"key": (3, Hkv, D), "value": (3, Hkv, D), "slots": np.array([5, -1, 0], np.int32)}
 
 
+LINEAR = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, Hkv)}
+DECAYS = {"g": (B, T, H), "gv": (B, T, H, Hkv)}
+STATES = {"initial_state": (len(CU) - 1, H, D, Hkv), "g_gamma": -np.ones(H, np.float32), "cu_seqlens": CU}
+
+
 class Sample(NamedTuple):
     """A call of a public function.
 
@@ -131,6 +136,10 @@ SAMPLES = {
     "weights-dropout": trained(
         modules.attention, dropout_prob=0.3, dropout_rng=lambda: jax.random.key(0), deterministic=False
     ),
+    "packed-recurrent": trained(modules.recurrent_attention, LINEAR | STATES, return_state=True),
+    "recurrent": trained(modules.recurrent_attention, LINEAR | DECAYS, reverse=True),
+    "gla": trained(modules.gla_attention, LINEAR | {"g": (B, T, H, D)}, return_state=True),
+    "lightning": trained(modules.lightning_attention, LINEAR, layer_idx=1, num_layers=3),
     "mean-pooling": trained(modules.mean_pooling, {"x": (B, T, H, D)}, chunk_size=4),
     "mean-pooling-packed": trained(modules.mean_pooling, {"x": (1, T, H, D)}, chunk_size=2, cu_seqlens=CU),
     "page": served(modules.page_attention, PAGED, "bfloat16", num_splits=2, return_lse=True),

@@ -222,7 +222,7 @@ def test_an_example_is_a_full_and_legal_call(name):
         if "query_start" in drawn:
             assert drawn["query_start"][0, -1] == dims.T and (drawn["num_seqs"] == dims.N).all()
         if "cu_seqlens" in drawn:
-            assert drawn["cu_seqlens"][0, -1] == call["x"].shape[1]
+            assert drawn["cu_seqlens"][0, -1] == call["x" if "x" in call else "query"].shape[1]
 
 
 def test_inside_jit_an_example_is_measured(measured, monkeypatch):

@@ -36,7 +36,9 @@ WATCHING = {
     "transfers": lambda: jax.transfer_guard("disallow"),
 }
 # (mean pooling has no TPU kernel)
-INTERPRETED = {"triton": ["packed", "bias-sinks-cap", "mean-pooling-packed", "page-tokens", "ragged-page"]}
+INTERPRETED = {
+    "triton": ["packed", "bias-sinks-cap", "mean-pooling-packed", "page-tokens", "ragged-page", "packed-recurrent"]
+}
 INTERPRETED["pallas"] = ["packed", "bias-sinks-cap", "ragged-page"]
 ONE_EACH = {sample.function: name for name, sample in SAMPLES.items()}.values()
 

@@ -15,6 +15,8 @@ FORWARD, BOTH = "forward", "forward + backward"
 Arrays = dict[str, Any]
 # entered for everything that runs on the device, so that processes which compile do not disturb one that measures
 Quiet = AbstractContextManager[Any]
+# (array, result, calls), see `jax_program`
+Chain = tuple[str, str, int]
 
 
 class Case(Protocol):
@@ -102,6 +104,10 @@ class Contender:
     platform: str | None = None
 
 
+def _no_chain(case: Any, what: str) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """What a family measures of itself, and against whom. Of several outputs the first counts.
@@ -114,7 +120,7 @@ class Benchmark:
         peers: everybody else, present or not.
         trained: the arrays that a backward has gradients for, `d` before their names; `dout` among the arrays is the
             gradient of the output.
-        chain: for `jax_program`.
+        chain: (case, pass) to what `jax_program` is given, for calls that are short.
     """
 
     help: str
@@ -123,7 +129,7 @@ class Benchmark:
     platforms: Mapping[str, tuple[str, ...]]
     peers: Callable[[], list[Contender]]
     trained: tuple[str, ...] = ()
-    chain: tuple[str, str, int] | None = None
+    chain: Callable[[Any, str], Chain | None] = _no_chain
 
 
 def passes_of(
@@ -142,7 +148,7 @@ def passes_of(
 
 
 def jax_program(
-    function: Callable[[Arrays], Arrays], arrays: Arrays, quiet: Quiet, chain: tuple[str, str, int] | None = None
+    function: Callable[[Arrays], Arrays], arrays: Arrays, quiet: Quiet, chain: Chain | None = None
 ) -> Program:
     """Compile a function of named arrays.
 

@@ -69,7 +69,8 @@ def _ours(family: Family, platform: str) -> Contender:
         def first_output(given: Arrays) -> jax.Array:
             return jax.tree.leaves(function(**case.arguments(given), platform=platform))[0]
 
-        return jax_program(passes_of(first_output, what, benchmark.trained), arrays, quiet, benchmark.chain)
+        chain = benchmark.chain(case, what)
+        return jax_program(passes_of(first_output, what, benchmark.trained), arrays, quiet, chain)
 
     def refusal(case: Case) -> str | None:
         told = explained(family, case.operations[0], case, platform)

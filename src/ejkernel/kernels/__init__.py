@@ -4,5 +4,6 @@
 FAMILIES = (
     "ejkernel.kernels.softmax",
     "ejkernel.kernels.paged",
+    "ejkernel.kernels.linear",
     "ejkernel.kernels.pooling",
 )

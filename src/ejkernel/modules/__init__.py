@@ -7,6 +7,7 @@ from ejkernel.modules.decode import decode_attention, ragged_decode_attention
 from ejkernel.modules.dot_product import dot_product_attention
 from ejkernel.modules.flash import flash_attention
 from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
+from ejkernel.modules.linear import gla_attention, lightning_attention, recurrent_attention
 from ejkernel.modules.mean_pooling import mean_pooling
 from ejkernel.modules.paged import page_attention, prefill_page_attention, ragged_page_attention
 from ejkernel.modules.sdpa import scaled_dot_product_attention
@@ -18,11 +19,14 @@ __all__ = [
     "decode_attention",
     "dot_product_attention",
     "flash_attention",
+    "gla_attention",
+    "lightning_attention",
     "mean_pooling",
     "page_attention",
     "prefill_page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",
+    "recurrent_attention",
     "scaled_dot_product_attention",
     "write_interleaved_kv_pages",
     "write_kv_pages",

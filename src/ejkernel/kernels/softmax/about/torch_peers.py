@@ -1,18 +1,13 @@
 """PyTorch's attention: SDPA by backend, and FlexAttention compiled for the mask."""
 
-import importlib.util
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ejkernel.about.benchmark import FORWARD, Arrays, Contender, Program, Quiet
+from ejkernel.about.torch_program import Step, Tensor, missing, torch_program
 from ejkernel.kernels.softmax.about.cases import TRAINED, Case
 
-Tensor = Any
 # (query, key, value) -> out, all (B, H, T, D)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -20,23 +15,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def peers() -> list[Contender]:
     flash = _sdpa_backend("FLASH_ATTENTION")
     cudnn = _sdpa_backend("CUDNN_ATTENTION")
-    on_gpu = partial(_missing, ("gpu",))
+    on_gpu = partial(missing, ("gpu",), "torch")
     return [
-        Contender("torch", "PyTorch SDPA", partial(_build, _sdpa), partial(_missing, ("cpu",))),
+        Contender("torch", "PyTorch SDPA", partial(_build, _sdpa), partial(missing, ("cpu",), "torch")),
         Contender("torch-cudnn", "cuDNN (PyTorch)", partial(_build, cudnn), on_gpu),
         Contender("flash2", "FlashAttention-2", partial(_build, flash), on_gpu, _without_mask),
         Contender("flex", "FlexAttention", partial(_build, _flex), on_gpu),
     ]
-
-
-def _missing(backends: tuple[str, ...], backend: str) -> str | None:
-    if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed"
-    if backend not in backends:
-        return f"needs {' or '.join(backends)}, this is {backend}"
-    import torch
-
-    return None if backend == "cpu" or torch.cuda.is_available() else "this PyTorch has no CUDA"
 
 
 def _without_mask(case: Case) -> str | None:
@@ -113,45 +98,17 @@ def _build(make: Callable[[Case, Any], Attend], case: Case, what: str, arrays: A
     # the same memory, seen as (B, H, T, D)
     named = {name: torch.from_dlpack(arrays[name]).transpose(1, 2) for name in case.shapes()}
     query, key, value = (named[name].detach().requires_grad_(what != FORWARD) for name in TRAINED)
-    on_gpu = query.is_cuda
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
-    start = time.perf_counter()
-    attend = make(case, query.device)
 
-    def step() -> tuple[Tensor, ...]:
-        if what == FORWARD:
-            return (attend(query, key, value),)
-        out = attend(query, key, value)
-        return (out.detach(), *torch.autograd.grad(out, (query, key, value), named["dout"]))
+    def made() -> Step:
+        attend = make(case, query.device)
 
-    def seconds(calls: int) -> float:
-        start, results = time.perf_counter(), None
-        for _ in range(calls):
-            results = step()
-        wait()
-        del results
-        return time.perf_counter() - start
+        def step() -> dict[str, Tensor]:
+            out = attend(query, key, value)
+            if what == FORWARD:
+                return {"out": out}
+            gradients = torch.autograd.grad(out, (query, key, value), named["dout"])
+            return {"out": out.detach(), **dict(zip(("dquery", "dkey", "dvalue"), gradients, strict=True))}
 
-    def results() -> dict[str, jax.Array]:
-        found = zip(("out", "dquery", "dkey", "dvalue"), step(), strict=False)
-        answer = {name: jnp.from_dlpack(x.detach().transpose(1, 2).contiguous()) for name, x in found}
-        wait()
-        return answer
+        return step
 
-    seconds(1)  # compiling and running are one for PyTorch
-    first = time.perf_counter() - start
-    with quiet:
-        return Program(seconds, results, first, _temporary_bytes(step) if on_gpu else None)
-
-
-def _temporary_bytes(step: Callable[[], tuple[Tensor, ...]]) -> int:
-    """The peak of a call, beyond what was there before it and what it returns."""
-    import torch
-
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = step()
-    torch.cuda.synchronize()
-    kept = sum(x.untyped_storage().nbytes() for x in results)
-    return max(0, torch.cuda.max_memory_allocated() - before - kept)
+    return torch_program(made, query.is_cuda, quiet, view=lambda x: x.transpose(1, 2))

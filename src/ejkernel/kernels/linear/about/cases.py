@@ -1,0 +1,189 @@
+"""The cases, the bytes they must move, their inputs, and what is right."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.about.answers import FLOOR, Truth
+from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Chain, Quiet
+from ejkernel.kernels.linear.reference import reference
+from ejkernel.kernels.linear.spec import canonicalise, lightning_decay
+
+# `g` is there with decays per channel only
+TRAINED = ("query", "key", "value", "g")
+LAYER = {"layer_idx": 0, "num_layers": 12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lightning attention, GLA with decays per channel, or a decode step of the former: `group` says which.
+
+    Documents are packed, and equally long.
+    """
+
+    group: str
+    B: int
+    T: int
+    H: int
+    D: int
+    dtype: str
+    unit: str = "ms"
+    documents: int | None = None
+    passes: tuple[str, ...] = (FORWARD, BOTH)
+
+    @property
+    def name(self) -> str:
+        packed = "" if self.documents is None else f" {self.documents} documents"
+        return f"{self.group} B{self.B} T{self.T} H{self.H} D{self.D}{packed}"
+
+    @property
+    def gated(self) -> bool:
+        return self.group == "gla"
+
+    @property
+    def decodes(self) -> bool:
+        return self.group == "decode"
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return ("gla_attention" if self.gated else "lightning_attention",)
+
+    def facts(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def amount(self, what: str) -> float:
+        """Bytes: every array read and written once; of a decode, the states."""
+        if self.decodes:
+            return 2.0 * 4 * self.B * self.H * self.D * self.D
+        # q, k, v (g) in, out; a backward reads them and dout and writes as many gradients
+        inputs = 4 if self.gated else 3
+        arrays = inputs + 1 if what == FORWARD else 3 * inputs + 2
+        return float(arrays) * self.B * self.T * self.H * self.D * jnp.dtype(self.dtype).itemsize
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of those in the case's dtype."""
+        names = ("query", "key", "value", "dout", *(("g",) if self.gated else ()))
+        return dict.fromkeys(names, (self.B, self.T, self.H, self.D))
+
+    def structs(self) -> Arrays:
+        structs = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in self.shapes().items()}
+        if self.decodes:
+            structs["initial_state"] = jax.ShapeDtypeStruct((self.B, self.H, self.D, self.D), jnp.float32)
+        if self.documents is not None:
+            structs["cu_seqlens"] = jax.ShapeDtypeStruct((self.documents + 1,), jnp.int32)
+        return structs
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        given = {name: x for name, x in arrays.items() if name != "dout" and x is not None}
+        given |= {} if self.gated else LAYER
+        return given | ({"return_state": True} if self.decodes else {})
+
+
+def chain(case: Case, what: str) -> Chain | None:
+    """A decode step is over before the host has started the next."""
+    return ("query", "out", 20) if case.decodes else None
+
+
+def all_cases(backend: str, quick: bool) -> list[Case]:
+    """The most telling first: a run may be cut short. A CPU gets sizes that it can do."""
+    if backend == "cpu":
+        T, H, D = (128, 2, 16) if quick else (8192, 4, 64)
+        case = partial(Case, H=H, D=D, dtype="float32")
+    else:
+        T, H, D = 2048, 16, 128
+        case = partial(Case, H=H, D=D, dtype="bfloat16")
+    unit = "ms" if backend == "cpu" else "TB/s"
+    decode = case("decode", 4 if backend == "cpu" else 64, 1, unit=unit, passes=(FORWARD,))
+    if backend == "cpu":
+        return [case("lightning", 1, T), case("gla", 1, T), case("lightning", 1, T, documents=16), decode]
+    first = [case("lightning", 8, T), case("gla", 8, T), decode]
+    if quick:
+        return first
+    long = case("lightning", 1, 16384)
+    return [
+        *first,
+        case("lightning", 1, 65536),
+        case("gla", 1, 16384),
+        long,
+        dataclasses.replace(long, documents=16),
+    ]
+
+
+class Recurrence:
+    """A case with its inputs on the device."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        rng = np.random.default_rng(0)
+
+        def draw(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
+
+        self.arrays: Arrays = {name: draw(shape, case.dtype) for name, shape in case.shapes().items()}
+        if case.gated:
+            # as a gate's logarithm of a sigmoid over 16 has them
+            self.arrays["g"] = (jax.nn.log_sigmoid(self.arrays["g"].astype(jnp.float32)) / 16).astype(case.dtype)
+        if case.decodes:
+            self.arrays["initial_state"] = draw((case.B, case.H, case.D, case.D), np.float32)
+        if case.documents is not None:
+            ends = np.linspace(0, case.T, case.documents + 1).astype(np.int32)
+            self.arrays["cu_seqlens"] = jnp.asarray(ends)
+        jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
+
+    def truths(self, quiet: Quiet) -> list[Truth]:
+        """Of the output and the gradients, by the definition in float32; the naive errors by it in the case's dtype."""
+        exact = self._defined(jnp.dtype("float32"), quiet)
+        is_exact = self.case.dtype == "float32"
+        naive = exact if is_exact else self._defined(jnp.dtype(self.case.dtype), quiet)
+        floor = FLOOR * max(1.0, math.sqrt(self.case.T / 256))
+        return [Truth.of(e, n, floor) for e, n in zip(exact, naive, strict=True) if e]
+
+    def _defined(self, dtype: Any, quiet: Quiet) -> list[Arrays]:
+        # no autotuning: it would run on the device while another process measures
+        options = {"xla_gpu_autotune_level": 0}
+        program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(self.arrays).compile()
+        with quiet:
+            return jax.block_until_ready(program(self.arrays))
+
+
+# tokens between states that are kept: those of all would not fit
+_BLOCK = 64
+
+
+def _defined(case: Case, dtype: Any, arrays: Arrays) -> list[Arrays]:
+    """Output and gradients by the definition. Between blocks of tokens the state is float32, as in every kernel."""
+    rows = case.documents or case.B
+    size = min(_BLOCK, case.B * case.T // rows)
+    trained = {name: arrays[name].astype(dtype) for name in TRAINED if name in arrays}
+    decay = None if case.gated else jnp.asarray(lightning_decay(case.H, **LAYER))
+
+    def blocks(x: jax.Array) -> jax.Array:
+        """(blocks, rows, size, H, D): documents are rows."""
+        return jnp.moveaxis(x.reshape(rows, -1, size, case.H, case.D), 1, 0)
+
+    @jax.checkpoint
+    def block(state: jax.Array, tokens: Arrays) -> tuple[jax.Array, jax.Array]:
+        exact, narrow = (
+            canonicalise(**{name: x.astype(d) for name, x in tokens.items()}, g_gamma=decay, initial_state=state)
+            for d in (jnp.dtype("float32"), dtype)
+        )
+        return reference(exact)["state"][:, 0], reference(narrow, dtype)["out"]
+
+    def attend(trained: Arrays) -> jax.Array:
+        zeros = jnp.zeros((rows, case.H, case.D, case.D))
+        start = arrays.get("initial_state", zeros)
+        _, out = lax.scan(block, start, {name: blocks(x) for name, x in trained.items()})
+        return jnp.moveaxis(out, 0, 1).reshape(case.B, case.T, case.H, case.D)
+
+    if BOTH not in case.passes:
+        return [{"out": attend(trained)}, {}]
+    out, pull = jax.vjp(attend, trained)
+    (gradients,) = pull(arrays["dout"].astype(out.dtype))
+    return [{"out": out}, {f"d{name}": x for name, x in gradients.items()}]

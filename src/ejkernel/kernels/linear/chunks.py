@@ -1,0 +1,76 @@
+"""How a chunk of tokens is done at once without an exponential that could overflow: which log decays lie between whom.
+
+Between tokens j <= i of a chunk lie the decays of (j, i] in an early walk, of [j, i) in a late one. With a decay for
+every channel, exp(sum) of all pairs would be C x C x D numbers; as a product exp(sum to i) * exp(-sum to j) it would
+overflow. So pairs are sorted by level: level s holds those that a multiple of s, odd times, first comes between. There
+it is the product of two factors, from j to that boundary and from the boundary to i, neither of them above 1:
+
+    weight_ij = x_i x_j,   x = exp(reach_s @ decays)
+
+with a matrix of zeros and ones that says, for every token, which decays lie between it and the boundary of its block
+of 2 s tokens. What is left are pairs inside blocks of `NEAR` tokens. Those are relative to the middle of their block:
+one factor may be above 1, but at most exp(4 * 15), for decays are cut off at exp(-15) there: 3e-7 against the token's
+own part, which is exact. All sums are products with such matrices, of numbers of one sign: nothing cancels.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+NEAR = 8
+# exp(-15) is near the rounding of float32; exp(4 * 15) is far from the end of its range
+NEAR_DECAY = -15.0
+# exp(-100) is zero in float32, and a sum over a chunk stays exact to 1e-3
+LEAST_DECAY = -100.0
+
+
+class Level(NamedTuple):
+    """The pairs (i, j) of one level, and how each token reaches the boundary of its block."""
+
+    pairs: np.ndarray
+    reach: np.ndarray
+
+
+def levels(chunk: int, late: bool) -> list[Level]:
+    """From the widest to that of blocks of 2 * NEAR tokens."""
+    found, half = [], chunk // 2
+    while half >= NEAR:
+        found.append(_level(chunk, half, late))
+        half //= 2
+    return found
+
+
+@cache
+def _level(chunk: int, half: int, late: bool) -> Level:
+    token = np.arange(chunk)
+    row, column = token[:, None], token[None, :]
+    together = row // (2 * half) == column // (2 * half)
+    after = (token // half) % 2 == 1
+    pairs = together & after[:, None] & ~after[None, :]
+    # decays of (row, boundary) for a token before it, [boundary, row] behind it; late: [row, ...) and [..., row)
+    before = column >= row if late else column > row
+    behind = column < row if late else column <= row
+    reach = together & np.where(after[:, None], after[None, :] & behind, ~after[None, :] & before)
+    return Level(pairs, reach)
+
+
+@cache
+def near(chunk: int, late: bool) -> Level:
+    """The pairs inside blocks of NEAR tokens, each token's own left out; `reach` is -1 before the middle."""
+    token = np.arange(chunk)
+    row, column = token[:, None], token[None, :]
+    size = min(NEAR, chunk)
+    together = row // size == column // size
+    middle = token // size * size + size // 2
+    before = (column >= row if late else column > row) & (column < middle[:, None])
+    behind = (column < row if late else column <= row) & (column >= middle[:, None])
+    reach = together & behind, together & before
+    return Level(together & (column < row), reach[0].astype(np.int8) - reach[1].astype(np.int8))
+
+
+@cache
+def ends(chunk: int, late: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Which decays lie between the beginning of a chunk and each token, and between each token and its end."""
+    row, column = np.arange(chunk)[:, None], np.arange(chunk)[None, :]
+    return (column < row, column >= row) if late else (column <= row, column > row)

@@ -1,0 +1,90 @@
+"""Tokens to chunks and back."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.linear.walks import Walk
+
+
+class Layout(NamedTuple):
+    """Where the tokens of chunks are. A chunk belongs to one sequence.
+
+    Attributes:
+        tokens: (B or 1, rows, chunk); None where chunks simply follow each other.
+        valid: (B or 1, rows, chunk): which of them there are.
+        first: (B or 1, rows): whether a chunk is the first of its sequence.
+        sequence: (B or 1, rows).
+        places: (B or 1, T): of every token its place among those of all chunks, past the end for padding.
+        last: (B or 1, N): the last chunk of each sequence, -1 if it has none.
+    """
+
+    T: int
+    chunk: int
+    sequences: int
+    tokens: Any
+    valid: Any
+    first: Any
+    sequence: Any
+    places: Any
+    last: Any
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """(B, T, H, ...) to (B, rows, H, chunk, ...), zero where there is no token."""
+        B, rows = x.shape[0], self.valid.shape[1]
+        if self.tokens is None:
+            x = jnp.pad(x, ((0, 0), (0, rows * self.chunk - self.T), *((0, 0),) * (x.ndim - 2)))
+            x = x.reshape(B, rows, self.chunk, *x.shape[2:])
+        else:
+            x = jax.vmap(lambda x, at: x[at])(x, jnp.broadcast_to(self.tokens, (B, *self.tokens.shape[1:])))
+            x = jnp.where(self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 3)), x, 0)
+        return jnp.moveaxis(x, 3, 2)
+
+    def scatter(self, x: jax.Array) -> jax.Array:
+        """(rows, B, H, chunk, ...) to (B, T, H, ...), zero for tokens of no chunk."""
+        x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 2, 3)  # (B, rows, chunk, H, ...)
+        B, rows, chunk, *rest = x.shape
+        x = x.reshape(B, rows * chunk, *rest)
+        if self.tokens is None:
+            return x[:, : self.T]
+        places = jnp.broadcast_to(self.places, (B, self.T))
+        return jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))(x, places)
+
+    def final_states(self, starts: jax.Array, state: jax.Array, kept: jax.Array | None) -> jax.Array:
+        """(B, N, H, A, C): those behind the last chunks; a sequence without tokens keeps its start."""
+        if kept is None:
+            return state[:, None]
+        last = jnp.broadcast_to(self.last, (starts.shape[0], self.sequences))
+        found = jax.vmap(lambda x, at: x[jnp.maximum(at, 0)])(jnp.moveaxis(kept, 0, 1), last)
+        return jnp.where((last >= 0)[..., None, None, None], found, starts)
+
+
+def layout_of(w: Walk, chunk: int) -> Layout:
+    """The chunks of a walk, so many tokens each."""
+    T = w.a.shape[1]
+    if w.cu_seqlens is None:
+        rows = -(-T // chunk)
+        valid = np.arange(rows * chunk).reshape(1, rows, chunk) < T
+        nothing = np.zeros((1, rows), np.int32)
+        return Layout(T, chunk, 1, None, valid, nothing == 1, nothing, None, None)
+    cu = w.cu_seqlens
+    N = cu.shape[1] - 1
+    pieces = cut(cu, chunk, most_pieces(T, N, chunk))
+    tokens = pieces.start[..., None] + np.arange(chunk, dtype=np.int32)[None, None]
+    valid = tokens < pieces.end[..., None]
+    sequence = jnp.clip(pieces.sequence, 0, max(N - 1, 0))
+    first = pieces.start == jax.vmap(lambda cu, at: cu[at])(cu, sequence)
+    places = jax.vmap(partial(_places, T, chunk))(cu, pieces.first_row)
+    last = jnp.where(jnp.diff(cu) > 0, pieces.first_row[:, 1:] - 1, -1)
+    return Layout(T, chunk, N, jnp.where(valid, tokens, 0), valid, first, sequence, places, last)
+
+
+def _places(T: int, chunk: int, cu: jax.Array, first_row: jax.Array) -> jax.Array:
+    token = np.arange(T, dtype=np.int32)
+    sequence = jnp.searchsorted(cu, token, side="right").astype(jnp.int32) - 1
+    place = first_row[sequence] * chunk + token - cu[sequence]
+    return jnp.where((sequence >= 0) & (sequence < cu.size - 1), place, np.iinfo(np.int32).max)

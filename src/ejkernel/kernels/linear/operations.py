@@ -1,0 +1,95 @@
+"""The operations built on the linear family, and where their implementations live."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.linear.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
+from ejkernel.ops import Call, Operation, Splits
+from ejkernel.ops.operation import Arrays, random_arrays
+
+IMPLEMENTATIONS = {
+    "xla": "ejkernel.kernels.linear.xla",
+    "triton": "ejkernel.kernels.linear.triton",
+    "pallas": {"tpu": "ejkernel.kernels.linear.pallas_tpu"},
+}
+
+
+def bucket(call: Call) -> str:
+    """The shape bucket of a call: sizes rounded up to powers of two, and what changes the work."""
+    dims = dimensions(call)
+    sizes = "-".join(f"{name}{power_of_two(size)}" for name, size in zip("BTHDVN", dims, strict=True))
+    gates = [name for name in ("g", "g_gamma", "gk", "gv") if name in call]
+    return "-".join([sizes, call["query"].dtype.name, *gates])
+
+
+def _struct_call(
+    *, B: int = 2, T: int = 128, H: int = 2, D: int = 64, Dv: int = 64, dtype: str = "bfloat16", **options: Any
+) -> Call:
+    """A canonical call on shapes alone; an option given as a function is made inside."""
+    found: list[Call] = []
+
+    def build(q: jax.Array, v: jax.Array) -> None:
+        made: dict[str, Any] = {name: option() if callable(option) else option for name, option in options.items()}
+        call = canonicalise(q, q, v, **made)
+        structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
+        found.append(Call(call.spec, structs))  # pyright: ignore[reportArgumentType]
+
+    jax.eval_shape(build, *(jax.ShapeDtypeStruct((B, T, H, n), dtype) for n in (D, Dv)))
+    return found[0]
+
+
+def probes() -> dict[str, Call]:
+    """One small call per feature."""
+    return {
+        "no decay": _struct_call(),
+        "decay per head (`g_gamma`)": _struct_call(g_gamma=lambda: jnp.zeros(2)),
+        "decay per token and head (`g`)": _struct_call(g=lambda: jnp.zeros((2, 128, 2))),
+        "decay per key channel (`gk`)": _struct_call(gk=lambda: jnp.zeros((2, 128, 2, 64))),
+        "decay per value channel (`gv`)": _struct_call(gv=lambda: jnp.zeros((2, 128, 2, 64))),
+        "initial and final state": _struct_call(initial_state=lambda: jnp.zeros((2, 2, 64, 64)), return_state=True),
+        "from the last token to the first": _struct_call(reverse=True),
+        "packed sequences": _struct_call(B=1, cu_seqlens=lambda: jnp.array([0, 50, 128])),
+        "one token": _struct_call(T=1),
+        "lengths that divide nothing": _struct_call(T=129),
+        "head_dim 256": _struct_call(D=256, Dv=256),
+        "head_dim 40": _struct_call(D=40),
+        "Dv != D": _struct_call(Dv=32),
+        "float16": _struct_call(dtype="float16"),
+        "float32": _struct_call(dtype="float32"),
+    }
+
+
+def example(call: Call) -> Arrays:
+    """A call like this one with mild decays and sequences equally long."""
+    arrays = random_arrays(call)
+    gates = {name: -jnp.abs(arrays[name]) / 16 for name in ("g", "g_gamma", "gk", "gv") if name in call}
+    arrays |= {name: x.astype(call[name].dtype) for name, x in gates.items()}
+    if "cu_seqlens" in call:
+        cu = call["cu_seqlens"]
+        ends = np.linspace(0, call["query"].shape[1], cu.shape[1]).astype(np.int32)
+        arrays["cu_seqlens"] = jnp.broadcast_to(jnp.asarray(ends), cu.shape)
+    return arrays
+
+
+_family = partial(
+    Operation,
+    arrays=ARRAYS,
+    outputs=OUTPUTS,
+    implementations=IMPLEMENTATIONS,
+    preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")},
+    bucket=bucket,
+    splits=Splits(free=("B", "H")),
+    example=example,
+    probes=probes,
+)
+
+RECURRENT_ATTENTION = _family(name="recurrent_attention")
+GLA_ATTENTION = _family(name="gla_attention")
+LIGHTNING_ATTENTION = _family(name="lightning_attention")
+
+OPERATIONS = (RECURRENT_ATTENTION, GLA_ATTENTION, LIGHTNING_ATTENTION)

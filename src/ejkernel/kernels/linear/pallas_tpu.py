@@ -1,0 +1,147 @@
+"""Linear attention on TPUs, in Pallas: every walk is one kernel; here is how long its chunks are, and what they take.
+
+VMEM in bytes for chunks of L tokens, inputs of e bytes and W channels, the larger of both dimensions, rounded up:
+
+    blocks    2 * L * W * (5 * e + gates)         a, b, c, factor and out; 4 more for each gate of channels, and 8 with
+                                                  those of the channels of c, for the balance and the products
+    states    2 * 2 * 4 * W * W                   the first and the last
+    matrices  2 * 2 * L * L * number
+    scratch   4 * W * W
+    values    4 * L * W * 8 + 4 * L * L * 4 + 4 * W * W * 3; half as much again for float32, whose
+                                                  products take several passes
+
+A block that the pipeline copies is there twice. libtpu 0.0.42 allocates less, 5.2 of 7.4 MiB for every gate in float32
+with W 256.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax.numpy as jnp
+
+from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, chip_of, launch
+from ejkernel.kernels.common.pieces import most_pieces
+from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.linear import walks, xla
+from ejkernel.kernels.linear.layout import layout_of
+from ejkernel.kernels.linear.pallas_tpu_tiles import Chunk
+from ejkernel.kernels.linear.pallas_tpu_walk import Steps
+from ejkernel.kernels.linear.spec import dimensions
+from ejkernel.kernels.linear.walks import Walk, Walked
+from ejkernel.ops import Call, Implementation, Target
+from ejkernel.ops.operation import Arrays
+
+LEAST_CHUNK = 16  # rows of a tile of bfloat16
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tokens per chunk."""
+
+    chunk: int = 128
+
+    def __post_init__(self) -> None:
+        config_ints(self, ("chunk",), LEAST_CHUNK, power_of_two=True)
+
+
+# What fits ---------------------------------------------------------------------------------------------------
+
+
+def vmem_bytes(call: Call, config: Config) -> int:
+    """Bytes of VMEM that the largest walk of a call needs; the arithmetic is at the top of this file."""
+    dims, L = dimensions(call), config.chunk
+    W = max(_up(dims.D, LANES), _up(dims.Dv, LANES))
+    e = 2 if call["query"].dtype == jnp.bfloat16 else 4
+    by_channel = sum(name in call for name in ("gk", "gv"))
+    chunk = Chunk(L, late=True, descending=True, scale=1.0, by_channel=by_channel > 0, fine=False, parts={})
+    blocks = L * W * (5 * e + (4 * by_channel + 8 if by_channel else 0)) + 2 * 4 * W * W
+    blocks += 2 * L * max(L, LANES) * len(chunk.matrices)
+    values = 4 * L * W * 8 + 4 * L * max(L, LANES) * 4 + 4 * W * W * 3
+    return 2 * blocks + 4 * W * W + values * (3 if e == 4 else 2) // 2
+
+
+def smem_bytes(call: Call, config: Config) -> int:
+    """Bytes of scalar memory: three numbers of every chunk of packed sequences, and the decays of heads."""
+    dims = dimensions(call)
+    rows = most_pieces(dims.T, dims.N, config.chunk) if "cu_seqlens" in call else 0
+    return 4 * dims.B * (3 * rows + ("g_gamma" in call) * dims.H)
+
+
+def unsupported(call: Call) -> list[str]:
+    """Why a TPU cannot do the call; empty if it can."""
+    return unsupported_config(call, default_config(call))
+
+
+def unsupported_config(call: Call, config: Config) -> list[str]:
+    """Why a config does not fit the chip; empty if it does."""
+    chip, reasons = chip_of(call.target), []
+    if (need := vmem_bytes(call, config)) > chip.vmem_budget:
+        reasons.append(f"{config}: needs {need / MIB:.1f} MiB of VMEM, {chip.name} has {chip.vmem_budget / MIB:.1f}")
+    if (need := smem_bytes(call, config)) > SMEM_BYTES // 2:
+        reasons.append(
+            f"{config}: the chunks of packed sequences need {need / 1024:.0f} KiB of scalar memory, "
+            f"{SMEM_BYTES // 2048} are to spare"
+        )
+    return reasons
+
+
+def default_config(call: Call) -> Config:
+    """Chunks that fill the matrix unit, but no longer than a sequence, halved until they fit."""
+    dims = dimensions(call)
+    length = power_of_two(max(1, dims.T // max(1, dims.N)), LEAST_CHUNK)
+    config = Config(min(LANES, length))
+    while vmem_bytes(call, config) > chip_of(call.target).vmem_budget and config.chunk > LEAST_CHUNK:
+        config = Config(config.chunk // 2)
+    return config
+
+
+def search_space(call: Call) -> list[Config]:
+    found = [Config(chunk) for chunk in (16, 32, 64, 128, 256)]
+    return [config for config in found if not unsupported_config(call, config)]
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+# A walk ------------------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    return walks.forward(call, partial(walk, config, call.target))
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    return walks.backward(call, residuals, cotangents, partial(walk, config, call.target))
+
+
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, backward, unsupported_config
+)
+
+
+def walk(config: Config, target: Target, w: Walk) -> Walked:
+    """Take a walk, so many tokens at a time."""
+    layout = layout_of(w, config.chunk)
+    if 0 in w.a.shape[:3] or layout.sequences == 0:  # no kernel has a grid of nothing
+        return xla.walk(config.chunk, w)
+    steps = Steps(w, config.chunk, layout)
+    arrays, outputs = steps.operands(), steps.outputs()
+    found = launch(
+        steps.linear_walk,
+        target=target,
+        grid=steps.grid,
+        scalars=list(steps.scalars.values()),
+        arrays=arrays,
+        outputs=outputs,
+        scratch=steps.scratch(),
+        cost=steps.cost(arrays, outputs),
+        parallel=2,
+    )
+    out, state, products = (found.get(name) for name in ("out", "state", "products"))
+    return Walked(
+        None if out is None else steps.from_tokens(out).astype(w.c.dtype),
+        None if state is None else steps.final_states(state),
+        None if products is None else steps.from_products(products),
+    )

@@ -1,0 +1,206 @@
+"""The canonical call of linear attention: every check and every default is here."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.checks.arrays import FLOATS, cumulative_lengths
+from ejkernel.checks.options import flag, number, static_int
+from ejkernel.kernels.common.batch import Batch, folded, folded_specs, unfolded
+from ejkernel.ops import Call, Dims, Shards
+
+ARRAYS = {
+    "query": Dims("B T H D", grad=True, broadcasts=False),
+    "key": Dims("B T H D", grad=True, broadcasts=False),
+    "value": Dims("B T H Dv", grad=True, broadcasts=False),
+    "g": Dims("B T H", grad=True, broadcasts=False),
+    "g_gamma": Dims("B H", grad=True),
+    "gk": Dims("B T H D", grad=True, broadcasts=False),
+    "gv": Dims("B T H Dv", grad=True, broadcasts=False),
+    # of every sequence: N is 1 unless they are packed
+    "initial_state": Dims("B N H D Dv", grad=True, broadcasts=False),
+    "cu_seqlens": Dims("B N+1"),
+}
+
+OUTPUTS = {"out": "B T H Dv", "state": "B N H D Dv"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The static facts of a call.
+
+    Attributes:
+        scale: of the output.
+        reverse: whether the state runs from the last token to the first.
+        with_out: whether the output is wanted, or the state alone.
+        with_state: whether the final state is.
+    """
+
+    scale: float
+    reverse: bool = False
+    with_out: bool = True
+    with_state: bool = False
+
+
+class Dimensions(NamedTuple):
+    """The sizes of a call, by their letters."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    Dv: int
+    N: int
+
+
+def dimensions(call: Call) -> Dimensions:
+    B, T, H, D = call["query"].shape
+    N = call["cu_seqlens"].shape[1] - 1 if "cu_seqlens" in call else 1
+    return Dimensions(B, T, H, D, call["value"].shape[3], N)
+
+
+def canonicalise(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    gk: Any = None,
+    gv: Any = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    *,
+    softmax_scale: Any = None,
+    reverse: bool = False,
+    return_state: bool = False,
+) -> Call:
+    """Check everything about a call and bring it to its one canonical form."""
+    query, key, value = _floats("query", query), _floats("key", key), _floats("value", value)
+    batch = _check_shapes(query, key, value)
+    *_, T, H, D = query.shape
+    Dv = value.shape[-1]
+    if g is not None and np.ndim(g) == query.ndim:  # per channel
+        g, gk = None, g if gk is None else jnp.add(g, gk)
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+    arrays["g"] = _gate("g", g, (*batch, T, H))
+    arrays["gk"] = _gate("gk", gk, (*batch, T, H, D))
+    arrays["gv"] = _gate("gv", gv, (*batch, T, H, Dv))
+    arrays = {name: folded(x, 2 if name == "g" else 3) for name, x in arrays.items() if x is not None}
+    if g_gamma is not None:
+        arrays["g_gamma"] = _gate("g_gamma", g_gamma, (H,)).astype(jnp.float32)[None]  # pyright: ignore
+    sequences = batch
+    if cu_seqlens is not None:
+        if arrays["query"].shape[0] != 1:
+            raise ValueError(f"cu_seqlens packs sequences into one row; query {query.shape} has more, needed 1")
+        arrays["cu_seqlens"] = cumulative_lengths("cu_seqlens", cu_seqlens, T)[None]
+        sequences = (arrays["cu_seqlens"].shape[1] - 1,)
+    if initial_state is not None:
+        state = _gate("initial_state", initial_state, (*sequences, H, D, Dv)).astype(jnp.float32)  # pyright: ignore
+        arrays["initial_state"] = state[None] if cu_seqlens is not None else folded(state)[:, None]
+    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+    if scale == 0.0:
+        raise ValueError("softmax_scale must not be 0: the output would be")
+    spec = Spec(scale, flag("reverse", reverse), with_state=flag("return_state", return_state))
+    order = [name for name in ARRAYS if name in arrays]
+    return Call(spec, {name: arrays[name] for name in order})
+
+
+def gla_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    **options: Any,
+) -> Call:
+    """The canonical call of gated linear attention; the options are those of `canonicalise`."""
+    return canonicalise(query, key, value, g, g_gamma, None, None, initial_state, cu_seqlens, **options)
+
+
+def lightning_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    *,
+    layer_idx: Any,
+    num_layers: Any,
+    **options: Any,
+) -> Call:
+    """The canonical call of lightning attention: a decay per head that the layer decides."""
+    shape = _floats("query", query).shape
+    heads = shape[-2] if len(shape) > 1 else 0
+    decay = None
+    if heads:  # else its shape is refused below
+        with jax.transfer_guard("allow"):  # made on the host: sending it is meant
+            decay = jnp.asarray(lightning_decay(heads, layer_idx, num_layers))
+    return canonicalise(query, key, value, None, decay, None, None, initial_state, cu_seqlens, **options)
+
+
+def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:
+    """The decay of every head in a layer, in logarithms: none of head 0, less in later layers."""
+    num_layers = static_int("num_layers", num_layers, 1)
+    layer_idx = static_int("layer_idx", layer_idx, 0)
+    if layer_idx >= num_layers:
+        raise ValueError(f"layer_idx={layer_idx} must be below num_layers={num_layers}")
+    slope = (8.0 / heads) * (1.0 - layer_idx / num_layers)
+    return (-slope * np.arange(heads)).astype(np.float32)
+
+
+def _floats(name: str, x: Any) -> jax.Array:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if str(dtype) not in FLOATS:
+        raise TypeError(f"{name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+    return jnp.asarray(x)
+
+
+_LAYOUT = "the layout is (batch, length, heads, head_dim)"
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
+    """The leading dimensions, which all three share."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}; {_LAYOUT}")
+        if 0 in x.shape[-2:]:
+            raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
+    if key.shape != query.shape:
+        raise ValueError(f"key {key.shape} must have the shape of query {query.shape}; {_LAYOUT}")
+    if value.shape[:-1] != query.shape[:-1]:
+        raise ValueError(f"value {value.shape} must have the batch, length and heads of query {query.shape}; {_LAYOUT}")
+    return query.shape[:-3]
+
+
+def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """An array of floats of that very shape."""
+    if x is None:
+        return None
+    x = _floats(name, x)
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}, needed {shape}")
+    return x
+
+
+def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:
+    """From the canonical outputs to what the caller asked for, whose query has that shape."""
+    out = unfolded(outputs["out"], shape[:-3])
+    if not call.spec.with_state:
+        return out
+    state = outputs["state"]
+    return out, state[0] if "cu_seqlens" in call else unfolded(state[:, 0], shape[:-3])
+
+
+def shards(shape: tuple[int, ...], mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
+    """The caller's words on many devices, whose query has that shape."""
+    dimensions = len(shape) - 3
+    return Shards(mesh, folded_specs(in_specs, dimensions), folded_specs(out_specs, dimensions))

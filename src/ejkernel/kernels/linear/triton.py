@@ -1,0 +1,552 @@
+"""Linear attention in Triton: how a walk is cut into pieces that run side by side, and its launches."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+
+from ejkernel.bridge import triton_call
+from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.linear import walks
+from ejkernel.kernels.linear.chunks import NEAR, NEAR_DECAY
+from ejkernel.kernels.linear.spec import dimensions
+from ejkernel.kernels.linear.triton_walk import (
+    linear_chunk_kernel,
+    linear_join_kernel,
+    linear_scale_kernel,
+    linear_sums_kernel,
+    linear_token_kernel,
+)
+from ejkernel.kernels.linear.walks import Walk, Walked
+from ejkernel.ops import Call, Implementation
+from ejkernel.ops.operation import Arrays
+
+_MOST_CHANNELS = 256
+_MOST_TOKENS_BY_ONE = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a walk is cut.
+
+    Attributes:
+        chunk: tokens done at once; 1 is the recurrence itself.
+        segment: tokens of a piece; pieces run side by side, after a walk for their states alone. 0 for no pieces.
+        block_c: channels of a program.
+        num_warps: warps of a program.
+        num_stages: chunks in flight.
+    """
+
+    chunk: int = 64
+    segment: int = 0
+    block_c: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        config_ints(self, ("chunk", "block_c", "num_warps"), power_of_two=True)
+        config_ints(self, ("num_stages",))
+        config_ints(self, ("segment",), 0)
+        if 1 < self.chunk < 16 or self.chunk > 128:
+            raise ValueError(f"chunk={self.chunk} must be 1, or from 16 to 128")
+        if self.block_c < 16:
+            raise ValueError(f"block_c={self.block_c} must be at least 16")
+        if self.segment % self.chunk:
+            raise ValueError(f"segment={self.segment} must be a multiple of chunk={self.chunk}")
+
+
+def unsupported(call: Call) -> list[str]:
+    dims = dimensions(call)
+    most = max(dims.D, dims.Dv)
+    return [f"head_dim {most} is above {_MOST_CHANNELS}"] if most > _MOST_CHANNELS else []
+
+
+def default_config(call: Call) -> Config:
+    dims = dimensions(call)
+    if dims.T <= _MOST_TOKENS_BY_ONE:
+        return Config(chunk=1, block_c=16 if max(dims.D, dims.Dv) > 64 else 32)
+    per_channel = "gk" in call or "gv" in call
+    wide = max(dims.D, dims.Dv) > 128 or call["query"].dtype == jnp.float32
+    block_c = 32 if wide else 64
+    chunk = 32 if wide and per_channel else 64
+    programs = dims.B * dims.H * triton.cdiv(max(dims.D, dims.Dv), block_c)
+    return Config(chunk, _segment(dims.T, dims.N, programs, call.target.cores or 132), block_c, 8 if wide else 4)
+
+
+def _segment(T: int, N: int, programs: int, cores: int) -> int:
+    """Tokens of a piece: none where sequences alone keep the chip busy, else a power of two from 512 on."""
+    if programs >= cores or T < 1024:
+        return 0
+    wanted = max(2, triton.cdiv(4 * cores, programs))
+    return max(512, triton.next_power_of_2(triton.cdiv(T, wanted)))
+
+
+def search_space(call: Call) -> list[Config]:
+    default = default_config(call)
+    segments = sorted({0, default.segment, default.segment // 2, default.segment * 2})
+    if default.chunk == 1:
+        return [Config(1, 0, block_c, warps) for block_c in (16, 32, 64) for warps in (2, 4, 8)]
+    return [
+        Config(chunk, segment, block_c, warps, stages)
+        for chunk in (32, 64)
+        for segment in segments
+        for block_c in (32, 64, 128)
+        for warps in (4, 8)
+        for stages in (1, 2)
+        if segment % chunk == 0
+    ]
+
+
+def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    walker = _Walker(config)
+    outputs, residuals = walks.forward(call, walker)
+    # states between pieces, for the walk that gives dquery
+    return outputs, residuals | ({"starts": walker.known[0].starts} if walker.known else {})
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    walker = _Walker(config)
+    if "starts" in residuals:
+        walker.known.append(_States(call["key"], call["value"], residuals["starts"], None))
+    return walks.backward(call, residuals, cotangents, walker)
+
+
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, backward, shared_residuals=False
+)
+
+
+class _States(NamedTuple):
+    """The states (B, pieces, H, A, C) before the pieces of a walk that adds b^T c, and those at the end of sequences.
+
+    A state is that of another walk, turned, where b and c change places: b and c tell, by being the same arrays.
+    """
+
+    b: Any
+    c: Any
+    starts: jax.Array
+    final: jax.Array | None
+
+    def turned(self) -> "_States":
+        return _States(self.c, self.b, self.starts.mT, None if self.final is None else self.final.mT)
+
+
+class _Walker:
+    """Takes walks, and remembers between them what several need.
+
+    Where sequences are cut into pieces, a first walk finds the states between them. With decays of every channel,
+    arrays are multiplied by those beforehand. Both are known by the arrays they are made of.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.known: list[_States] = []
+        self.scaled: list[tuple[Any, Any, bool, _Scaled]] = []
+        self.steps: jax.Array | None = None
+
+    def __call__(self, w: Walk) -> Walked:
+        if self.config.chunk == 1 and w.factor is None:
+            return _by_token(w, self.config)
+        chunks = self._chunks(w)
+        running = w.balance is not None and w.outer is not None
+        cuts = 0 < self.config.segment < w.a.shape[1]
+        # sums that run across pieces need the product of both states there
+        if not cuts or (running and self._states(w.a, w.factor) is None):
+            return _by_chunk(w, self.config, _sequences(w), chunks)
+        pieces = _pieces(w, self.config.segment)
+        states = self._states(w.b, w.c)
+        if states is None or (w.with_state and states.final is None):
+            states = _States(w.b, w.c, *_join(w, self.config, pieces, chunks))
+            self.known.append(states)
+        rest = _rests(w, pieces, states, self._states(w.a, w.factor)) if running else w.rest
+        here = replace(w, start=states.starts, rest=rest, with_state=False)
+        walked = _by_chunk(here, self.config, pieces, chunks)
+        return walked._replace(state=states.final if w.with_state else None)
+
+    def _states(self, b: Any, c: Any) -> _States | None:
+        for states in self.known:
+            if states.b is b and states.c is c:
+                return states
+            if states.b is c and states.c is b:
+                return states.turned()
+        return None
+
+    def _chunks(self, w: Walk) -> "_Chunks":
+        """What a walk needs of its chunks: a walk back looks at what an early one looks back from."""
+        if w.inner is None and w.outer is None:
+            return _Chunks(w.a, w.b, w.c)
+        if self.steps is None:
+            self.steps = _steps(w, max(self.config.chunk, 16))
+        a, b, c = (self._scaled(w, *x) for x in ((w.a, w.inner, w.late), (w.b, w.inner, not w.late),
+                                                 (w.c, w.outer, not w.late)))  # fmt: skip
+        halves = [x[1:] if x[1] is None or not w.late else (x[2], x[1]) for x in (a, c)]
+        return _Chunks(a[0], b[0], c[0], self.steps, *halves[0], *halves[1])
+
+    def _scaled(self, w: Walk, x: jax.Array, gates: jax.Array | None, inverse: bool) -> "_Scaled":
+        if gates is None:
+            return _Scaled(x, None, None)
+        for array, decays, inverted, found in self.scaled:
+            if array is x and decays is gates and inverted == inverse:
+                return found
+        assert self.steps is not None
+        found = _scale(w, x, gates, inverse, self.steps, max(self.config.chunk, 16))
+        self.scaled.append((x, gates, inverse, found))
+        return found
+
+
+class _Scaled(NamedTuple):
+    """An array times its decays from the middle of each chunk, and the sums of decays before and behind it."""
+
+    x: jax.Array
+    before: jax.Array | None
+    behind: jax.Array | None
+
+
+class _Chunks(NamedTuple):
+    """The arrays of a walk as its kernel takes them, tokens at a time, and the decays of both halves of each chunk."""
+
+    a: jax.Array
+    b: jax.Array
+    c: jax.Array
+    steps: jax.Array | None = None
+    before: jax.Array | None = None
+    behind: jax.Array | None = None
+    outer_before: jax.Array | None = None
+    outer_behind: jax.Array | None = None
+
+
+# Pieces ----------------------------------------------------------------------------------------------------
+
+
+class _Pieces(NamedTuple):
+    """What programs walk along.
+
+    Attributes:
+        rows: pieces of a row of the batch.
+        slots: states that a row of the batch starts with.
+        tokens: of a piece, where sequences are not packed.
+        table: (B or 1, rows, 4) where they are: the first token, the one behind the last, the slot, the sequence. The
+            slot of padding, which is walked along for the zeros to be written, is -1.
+        order: (B or 1, rows, 2): the sequence, -1 for padding, and whether it is the last of it.
+        first: (B or 1, rows): whether it is the first of its sequence. Both in the order of the walk.
+    """
+
+    rows: int
+    slots: int
+    tokens: int
+    table: jax.Array | None = None
+    order: jax.Array | None = None
+    first: Any = None
+
+
+def _sequences(w: Walk) -> _Pieces:
+    """Every sequence a piece, and the padding behind them."""
+    T = w.a.shape[1]
+    if w.cu_seqlens is None:
+        return _Pieces(1, 1, T)
+    rows, N = w.cu_seqlens.shape
+    end = jnp.concatenate([w.cu_seqlens[:, 1:], jnp.full((rows, 1), T, jnp.int32)], 1)
+    slot = jnp.broadcast_to(jnp.asarray([*range(N - 1), -1], jnp.int32), (rows, N))
+    return _Pieces(N, N - 1, T, jnp.stack([w.cu_seqlens, end, slot, slot], -1))
+
+
+def _pieces(w: Walk, size: int) -> _Pieces:
+    """Pieces of so many tokens, the last of a sequence perhaps of fewer."""
+    T = w.a.shape[1]
+    if w.cu_seqlens is None:
+        rows = triton.cdiv(T, size)
+        return _Pieces(rows, rows, size, first=np.arange(rows)[None] == (rows - 1 if w.descending else 0))
+    batch, N = w.cu_seqlens.shape
+    ends = jnp.concatenate([w.cu_seqlens, jnp.full((batch, 1), T, jnp.int32)], 1)  # padding is one more sequence
+    rows = most_pieces(T, N, size)
+    pieces = cut(ends, size, rows)
+    row = np.arange(rows, dtype=np.int32)[None]
+    real = pieces.sequence < N - 1
+    at = jnp.minimum(pieces.sequence, N - 1)
+    lowest = row == jnp.take_along_axis(pieces.first_row, at, 1)
+    highest = row == jnp.take_along_axis(pieces.first_row, at + 1, 1) - 1
+    first, last = (highest, lowest) if w.descending else (lowest, highest)
+    table = jnp.stack([pieces.start, pieces.end, jnp.where(real, row, -1), pieces.sequence], -1)
+    order = jnp.stack([jnp.where(real, pieces.sequence, -1), last.astype(jnp.int32)], -1)
+    return _Pieces(rows, rows, size, table, order, first)
+
+
+def _rests(w: Walk, pieces: _Pieces, states: _States, others: _States | None) -> jax.Array:
+    """What running sums have come to before each piece: the gradient of the state times the state, (B, rows, H, C)."""
+    assert others is not None
+    # where this walk begins a piece, the other way has come to the end of it: the start of the next
+    there = jnp.roll(others.starts, -1 if w.descending else 1, 1)
+    found = w.scale * (states.starts * there).sum(-2)
+    B, N = w.a.shape[0], 1 if pieces.order is None else w.cu_seqlens.shape[1] - 1  # pyright: ignore
+    rest = jnp.zeros((B, N, *found.shape[2:]), jnp.float32) if w.rest is None else w.rest
+    if pieces.order is not None:
+        sequence = jnp.broadcast_to(jnp.maximum(pieces.order[..., 0], 0), (B, pieces.rows))
+        rest = jax.vmap(lambda x, at: x[at])(rest, sequence)
+    return jnp.where(pieces.first[..., None, None], rest, found)
+
+
+# Launches --------------------------------------------------------------------------------------------------
+
+
+def _struct(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _nothing() -> jax.ShapeDtypeStruct:
+    return _struct((1,))
+
+
+def _channels(n: int) -> int:
+    """Channels of a tile that holds all n."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def _parts(gates: jax.Array | None, data: jax.Array) -> int:
+    """In how many parts of 8 bits the gates are summed."""
+    return 1 if gates is None or gates.dtype != jnp.float32 else 3 if data.dtype == jnp.float32 else 2
+
+
+def _flags(w: Walk, pieces: _Pieces) -> dict[str, Any]:
+    """The constexprs that all kernels which walk along tokens have."""
+    return {
+        "H": w.a.shape[2],
+        "A": w.a.shape[3],
+        "C": w.c.shape[3],
+        "ROWS": pieces.rows,
+        "BA": _channels(w.a.shape[3]),
+        "PACKED": pieces.table is not None,
+        "PIECES_BATCHED": pieces.table is not None and pieces.table.shape[0] > 1,
+        "HAS_G": w.g is not None,
+        "HAS_GAMMA": w.g_gamma is not None,
+        "GAMMA_BATCHED": w.g_gamma is not None and w.g_gamma.shape[0] > 1,
+        "HAS_INNER": w.inner is not None,
+        "HAS_OUTER": w.outer is not None,
+        "DESCENDING": w.descending,
+        "LATE": w.late,
+        "WITH_OUT": w.with_out,
+    }
+
+
+def _precision(w: Walk) -> str:
+    return "tf32x3" if w.a.dtype == jnp.float32 else "tf32"
+
+
+def _steps(w: Walk, chunk: int) -> jax.Array:
+    """(B, H): how many tokens of a head can be done at once, so that decays relative to their middle stay in range."""
+    gates = [x for x in (w.inner, w.outer) if x is not None]
+    steps = jnp.full((w.a.shape[0], w.a.shape[2]), chunk, jnp.int32)
+    for x in gates:
+        T = x.shape[1]
+        sums, half = jnp.abs(jnp.maximum(x.astype(jnp.float32), NEAR_DECAY)), 1
+        padding = -T % chunk
+        sums = jnp.pad(sums, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        while half < chunk // 2:
+            half, sums = 2 * half, sums[:, ::2] + sums[:, 1::2]
+            if half < NEAR // (2 * len(gates)):
+                continue
+            # packed sequences begin anywhere: what half a step reaches over lies in two neighbours here
+            reached = sums if w.cu_seqlens is None else sums + jnp.roll(sums, -1, 1)
+            safe = reached.max((1, 3)) <= -NEAR // 2 * NEAR_DECAY / len(gates)
+            steps = jnp.where(safe, steps, jnp.minimum(steps, half))
+    # with both, products have twice the exponents
+    return jnp.maximum(steps, NEAR // len(gates))
+
+
+def _places(w: Walk) -> int:
+    """Places for chunks of a row of the batch, however short."""
+    T, sequences = w.a.shape[1], 1 if w.cu_seqlens is None else w.cu_seqlens.shape[1]
+    return 2 * T // NEAR + sequences + 1
+
+
+def _scale(w: Walk, x: jax.Array, gates: jax.Array, inverse: bool, steps: jax.Array, chunk: int) -> _Scaled:
+    B, T, H, C = x.shape
+    pieces, block_c = _pieces(w, chunk), min(64, _channels(C))
+    # float16 may not hold them
+    dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    keep = _struct((B, _places(w), H, C))
+    found = triton_call(
+        linear_scale_kernel,
+        x,
+        gates,
+        steps,
+        pieces.table,
+        T,
+        out_shape=[_struct(x.shape, dtype), keep, keep],
+        grid=(B * pieces.rows * H * triton.cdiv(C, block_c),),
+        num_stages=1,
+        H=H,
+        C=C,
+        ROWS=pieces.rows,
+        CHUNKS=_places(w),
+        BC=block_c,
+        CHUNK=chunk,
+        PACKED=pieces.table is not None,
+        PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
+        DESCENDING=w.descending != w.late,
+        INVERSE=inverse,
+        PARTS=_parts(gates, x),
+    )
+    return _Scaled(*found)
+
+
+def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: bool = False) -> tuple[jax.Array, ...]:
+    """Out, states, products and totals of the chunk kernel; what is not wanted has no meaning."""
+    B, T, H, A = w.a.shape
+    C, rows, chunk = w.c.shape[3], pieces.rows, max(config.chunk, 16)
+    block_c = min(config.block_c, _channels(C))
+    blocks = triton.cdiv(C, block_c)
+    products = w.factor is not None
+    per_channel = w.outer is not None
+    return triton_call(
+        linear_chunk_kernel,
+        chunks.a,
+        chunks.b,
+        chunks.c,
+        w.g,
+        w.g_gamma,
+        w.outer,
+        chunks.steps,
+        chunks.before,
+        chunks.behind,
+        chunks.outer_before,
+        chunks.outer_behind,
+        w.start,
+        pieces.table,
+        w.factor,
+        w.balance if per_channel else None,
+        w.rest if per_channel else None,
+        T,
+        pieces.tokens,
+        w.scale,
+        out_shape=[
+            _struct(w.c.shape if w.with_out else (1,), w.c.dtype),
+            _struct((B, pieces.slots, H, A, C)) if w.with_state else _nothing(),
+            _struct((B, T, H, C if per_channel else blocks)) if products else _nothing(),
+            _struct((B, pieces.slots, H, A)) if totals else _nothing(),
+            _struct((B, pieces.slots, H, C)) if totals and per_channel else _nothing(),
+        ],
+        grid=(B * rows * H * blocks,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        SLOTS=pieces.slots,
+        CHUNKS=_places(w),
+        BC=block_c,
+        CHUNK=chunk,
+        HAS_START=w.start is not None,
+        HAS_REST=per_channel and w.rest is not None,
+        WITH_STATE=w.with_state,
+        WITH_TOTALS=totals,
+        PRODUCTS=products,
+        RUNNING=per_channel and w.balance is not None,
+        PARTS=_parts(w.outer, w.a),
+        PRECISION=_precision(w),
+        **_flags(w, pieces),
+    )
+
+
+def _by_chunk(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> Walked:
+    out, state, products, *_ = _launch(w, config, pieces, chunks)
+    if w.outer is None and w.factor is not None:
+        products = products.sum(-1)
+        products = products if w.balance is None else _running_sums(w, w.balance - products)
+    return Walked(
+        out if w.with_out else None,
+        state if w.with_state else None,
+        products if w.factor is not None else None,
+    )
+
+
+def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
+    """The states before every piece, and those at the end of every sequence."""
+    B, _, H, A = w.a.shape
+    C, N = w.c.shape[3], 1 if w.cu_seqlens is None else w.cu_seqlens.shape[1] - 1
+    alone = replace(w, start=None, with_out=False, with_state=True, factor=None, balance=None, rest=None)
+    _, local, _, totals, outer_totals = _launch(alone, config, pieces, chunks, totals=True)
+    block_c = _channels(C)
+    block_a = max(1, 2048 // block_c)
+    starts, final = triton_call(
+        linear_join_kernel,
+        local,
+        totals,
+        outer_totals,
+        w.start,
+        pieces.order,
+        out_shape=[_struct((B, pieces.rows, H, A, C)), _struct((B, N, H, A, C))],
+        grid=(B * H * triton.cdiv(A, block_a),),
+        H=H,
+        A=A,
+        C=C,
+        ROWS=pieces.rows,
+        SEQUENCES=N,
+        BA=block_a,
+        BC=block_c,
+        PACKED=pieces.order is not None,
+        PIECES_BATCHED=pieces.order is not None and pieces.order.shape[0] > 1,
+        HAS_OUTER=w.outer is not None,
+        HAS_START=w.start is not None,
+        DESCENDING=w.descending,
+    )
+    if w.cu_seqlens is not None:  # a sequence without tokens has no piece
+        some = (jnp.diff(w.cu_seqlens, axis=1) > 0)[..., None, None, None]
+        final = jnp.where(some, final, 0.0 if w.start is None else w.start)
+    return starts, final
+
+
+def _by_token(w: Walk, config: Config) -> Walked:
+    pieces = _sequences(w)
+    B, T, H, A = w.a.shape
+    C = w.c.shape[3]
+    block_c = min(config.block_c, _channels(C))
+    out, state = triton_call(
+        linear_token_kernel,
+        w.a,
+        w.b,
+        w.c,
+        w.g,
+        w.g_gamma,
+        w.inner,
+        w.outer,
+        w.start,
+        pieces.table,
+        T,
+        w.scale,
+        out_shape=[
+            _struct(w.c.shape, w.c.dtype) if w.with_out else _nothing(),
+            _struct((B, pieces.slots, H, A, C)) if w.with_state else _nothing(),
+        ],
+        grid=(B * pieces.rows * H * triton.cdiv(C, block_c),),
+        num_warps=config.num_warps,
+        SLOTS=pieces.slots,
+        BC=block_c,
+        HAS_START=w.start is not None,
+        WITH_STATE=w.with_state,
+        **_flags(w, pieces),
+    )
+    return Walked(out if w.with_out else None, state if w.with_state else None, None)
+
+
+def _running_sums(w: Walk, x: jax.Array) -> jax.Array:
+    """Sums of (B, T, H) along the walk."""
+    pieces = _sequences(w)
+    B, T, H = x.shape
+    return triton_call(
+        linear_sums_kernel,
+        x,
+        w.rest,
+        pieces.table,
+        T,
+        out_shape=_struct(x.shape),
+        grid=(B * pieces.rows * H,),
+        H=H,
+        ROWS=pieces.rows,
+        SLOTS=pieces.slots,
+        BLOCK=1024,
+        PACKED=pieces.table is not None,
+        PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
+        HAS_REST=w.rest is not None,
+        DESCENDING=w.descending,
+    )

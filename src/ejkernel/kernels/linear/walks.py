@@ -1,0 +1,190 @@
+"""Linear attention, and all of its gradients, as walks: one mechanism, which each platform has one kernel for.
+
+A walk goes along the tokens of every sequence and keeps a state h (A, C):
+
+    early:  h <- decay_i(h);  h <- h + b_i^T c_i;  out_i = scale * a_i h
+    late:   h <- h + b_i^T c_i;  out_i = scale * a_i h;  h <- decay_i(h)
+
+so that out_i = scale * (sum over j up to i of w_ij (a_i . b_j) c_j), where w_ij are the decays between j and i. Then
+
+    out    = walk(query, key, value)          dquery = walk(dout, value, key)
+    dvalue = walk back(key, query, dout)      dkey   = walk back(value, dout, query)
+
+where a walk back goes the other way and is late. The decays of the channels of a and b are called `inner`, those of
+the channels of c and out `outer`: `gk` and `gv` by turns.
+
+The gradient of a log decay is that of the state times the state, and needs neither. With `gk`, for every channel:
+
+    dgk_t = dgk_{t+1} + query_t * dquery_t - key_t * dkey_t
+
+and for `gv` the same of out, dout, value and dvalue; the sum over channels is that of `g`. What a token gives itself
+is the same in both products and left out of them: strong decays leave little else, which rounding would hide.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops import Call
+from ejkernel.ops.operation import Arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """What a platform's kernel is asked for. Sequences are packed if `cu_seqlens` is given, else N is 1.
+
+    Attributes:
+        a, b: (B, T, H, A).
+        c: (B, T, H, C).
+        g: log decays (B, T, H).
+        g_gamma: log decays (B or 1, H) of every token.
+        inner: log decays (B, T, H, A).
+        outer: log decays (B, T, H, C).
+        start: the state at the beginning (B, N, H, A, C), float32; zero if None.
+        cu_seqlens: (B or 1, N + 1).
+        scale: of the output.
+        descending: whether it goes from the last token to the first.
+        late: whether a token decays the state after it was added and read.
+        with_out: whether the output is wanted.
+        with_state: whether the final state is.
+        factor: (B, T, H, C): `products` are wanted, of the output without the token's own part and this, float32;
+            with `outer` of every channel (B, T, H, C), else their sum over the channels (B, T, H).
+        balance: products of another walk; then the result is instead the sum along this walk of those minus its own.
+        rest: what that sum starts with, (B, N, H, C) or (B, N, H); zero if None.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    c: jax.Array
+    g: jax.Array | None = None
+    g_gamma: jax.Array | None = None
+    inner: jax.Array | None = None
+    outer: jax.Array | None = None
+    start: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    scale: float = 1.0
+    descending: bool = False
+    late: bool = False
+    with_out: bool = True
+    with_state: bool = False
+    factor: jax.Array | None = None
+    balance: jax.Array | None = None
+    rest: jax.Array | None = None
+
+
+class Walked(NamedTuple):
+    """What came of a walk: `out` (B, T, H, C) in the dtype of c, `state` (B, N, H, A, C) float32, `products`.
+
+    Padding behind the last packed sequence is zero in all. What was not wanted is None.
+    """
+
+    out: jax.Array | None
+    state: jax.Array | None
+    products: jax.Array | None
+
+
+Walker = Callable[[Walk], Walked]
+
+
+def forward_walk(call: Call) -> Walk:
+    """The walk that gives the output and the final state."""
+    return Walk(
+        call["query"],
+        call["key"],
+        call["value"],
+        call.get("g"),
+        call.get("g_gamma"),
+        call.get("gk"),
+        call.get("gv"),
+        call.get("initial_state"),
+        call.get("cu_seqlens"),
+        scale=call.spec.scale,
+        descending=call.spec.reverse,
+        with_out=call.spec.with_out,
+        with_state=call.spec.with_state,
+    )
+
+
+def forward(call: Call, walk: Walker) -> tuple[Arrays, Arrays]:
+    """Outputs and residuals of a call: inputs, and the final state where it is an output."""
+    walked = walk(forward_walk(call))
+    outputs = {"out": walked.out, "state": walked.state}
+    outputs = {name: x for name, x in outputs.items() if x is not None}
+    return outputs, {name: x for name, x in outputs.items() if name == "state"}
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) -> Arrays:
+    """Every gradient that is wanted."""
+    ahead = forward_walk(call)
+    dout, dstate = cotangents.get("out"), cotangents.get("state")
+    end = rest = None
+    if dstate is not None:
+        # an output is scaled, a state is not: walks back keep a gradient of the state without the scale
+        end = dstate.astype(jnp.float32) / call.spec.scale
+        rest = dstate.astype(jnp.float32) * residuals["state"]
+    back = replace(ahead, descending=not ahead.descending, late=True, start=end, with_out=True, with_state=False)
+    # the decays of all channels of a head: from the side of the values only where their own are wanted anyway
+    by_value = call.wants("gv")
+    by_key = call.wants("gk") or (call.wants("g", "g_gamma") and not by_value)
+    found = _of_query_and_key(call, walk, ahead, back, dout, rest, by_key)
+    found |= _of_value(call, walk, ahead, back, dout, rest, by_value)
+    if call.wants("g", "g_gamma"):
+        found |= _of_heads(call, found["gk" if by_key else "gv"])
+    return {name: x.astype(call[name].dtype) for name, x in found.items() if name in call}
+
+
+def _of_query_and_key(
+    call: Call, walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
+) -> Arrays:
+    """Their gradients; with `gates`, `gk` is that of the key channels' decays, or their sum where they have none."""
+    q, k, v, inner, outer = ahead.a, ahead.b, ahead.c, ahead.outer, ahead.inner
+    across = replace(ahead, a=dout, b=v, c=k, inner=inner, outer=outer, start=_turned(ahead.start))
+    across = replace(across, with_out=True, with_state=False, factor=q if gates else None)
+    balance, found = None, {}
+    if dout is None:
+        found["query"], dout = jnp.zeros_like(q), jnp.zeros_like(v)
+        balance = jnp.zeros(k.shape if outer is not None else k.shape[:3], jnp.float32) if gates else None
+    elif call.wants("query") or gates:
+        found["query"], _, balance = walk(across)
+    if call.wants("key") or gates:
+        back = replace(back, a=v, b=dout, c=q, inner=inner, outer=outer, start=_turned(back.start))
+        if gates:
+            rest = None if rest is None else rest.sum(-1 if outer is not None else (-2, -1))
+            back = replace(back, factor=k, balance=balance, rest=rest)
+        found["key"], _, found["gk"] = walk(back)
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _of_value(
+    call: Call, walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
+) -> Arrays:
+    """The gradients of the values and the initial state; with `gates`, of the value channels' decays too."""
+    if not (gates or call.wants("value", "initial_state")):
+        return {}
+    q, k, v = ahead.a, ahead.b, ahead.c
+    if gates:
+        rest = None if rest is None else rest.sum(-2)
+        nothing = jnp.zeros(v.shape, jnp.float32)
+        balance = nothing if dout is None else walk(replace(ahead, with_out=False, factor=dout)).products
+        back = replace(back, factor=v, balance=balance, rest=rest)
+    back = replace(back, a=k, b=q, c=jnp.zeros_like(v) if dout is None else dout)
+    dv, dstate, dgv = walk(replace(back, with_state=call.wants("initial_state")))
+    dstate = None if dstate is None else dstate * call.spec.scale
+    found = {"value": dv, "initial_state": dstate, "gv": dgv}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _turned(state: jax.Array | None) -> jax.Array | None:
+    return None if state is None else state.mT
+
+
+def _of_heads(call: Call, gates: jax.Array) -> Arrays:
+    """The gradients of `g` and `g_gamma` from those of channels (B, T, H, C), or of heads (B, T, H)."""
+    dg = gates.sum(-1) if gates.ndim == 4 else gates
+    found = {"g": dg, "g_gamma": dg.sum(1)}
+    if "g_gamma" in call and call["g_gamma"].shape[0] == 1:
+        found["g_gamma"] = found["g_gamma"].sum(0, keepdims=True)
+    return found

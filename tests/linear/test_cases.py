@@ -1,0 +1,29 @@
+"""Output, final state and every gradient of a case against the reference, with poison wherever nothing may be read.
+
+Every case runs on every platform of this machine, and the core ones in the interpreters.
+"""
+
+from harness import by_case
+from harness.linear import CASES, CORE, CORE_IDS, Case, check_case
+
+AS_USERS_COMPILE = ("channel-mixed-bfloat16", "packed-all-reverse")
+
+
+@by_case(CASES)
+def test_case(case: Case, native):
+    check_case(case, native)
+
+
+@by_case(CORE)
+def test_core_case(case: Case, interpreted):
+    check_case(case, interpreted)
+
+
+@by_case(case for case in CASES if case.id in AS_USERS_COMPILE)
+def test_optimised(case: Case, native):
+    check_case(case, native, optimised=True)
+
+
+def test_ids_are_unique_and_known():
+    ids = [case.id for case in CASES]
+    assert len(set(ids)) == len(ids) and set(CORE_IDS) <= set(ids)

@@ -1,0 +1,277 @@
+"""Independent forms agree, states can be handed over, packing changes nothing, whatever the numbers are."""
+
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.linear.reference import reference
+from ejkernel.kernels.linear.spec import canonicalise, lightning_decay
+from ejkernel.modules import gla_attention, lightning_attention, recurrent_attention
+from harness import evaluate, normal, with_gradients
+from harness.linear import CASES, DECAYS, GATES, named, refusals
+from tolerances import assert_close, wide
+
+H, D, DV = 2, 8, 12
+
+
+def arrays(T, gates=GATES, decay="mild", B=2, state=True, N=None, dtype="float32"):
+    shapes = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, DV)}
+    found = {name: normal(name, shape, dtype) for name, shape in shapes.items()}
+    sizes = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, DV)}
+    found |= {name: jnp.asarray(DECAYS[decay](np.abs(normal(name, sizes[name]))), jnp.float32) for name in gates}
+    if state:
+        found["initial_state"] = normal("initial state", (N or B, H, D, DV))
+    return found
+
+
+def attend(given, **options):
+    return named(recurrent_attention(**given, return_state=True, **options))
+
+
+def in_pairs(given, scale, reverse=False):
+    """Output and final state in float64: what each token gets of each, decayed by all that lies between them."""
+    x = {name: wide(a) for name, a in given.items()}
+    B, T = x["query"].shape[:2]
+    logs = np.zeros((B, T, H, D, DV))
+    logs += x["g"][..., None, None] if "g" in x else 0
+    logs += x["g_gamma"][:, None, None] if "g_gamma" in x else 0
+    logs += x["gk"][..., None] if "gk" in x else 0
+    logs += x["gv"][..., None, :] if "gv" in x else 0
+    turn = (lambda a: a[:, ::-1]) if reverse else (lambda a: a)
+    q, k, v, logs = (turn(a) for a in (x["query"], x["key"], x["value"], logs))
+    start = x.get("initial_state", np.zeros((B, H, D, DV)))
+    out, state = np.zeros(v.shape), start
+    for t in range(T):
+        # the decays of (j, t], one sum for every j
+        between = [np.exp(logs[:, j + 1 : t + 1].sum(1)) for j in range(t + 1)]
+        state = start * np.exp(logs[:, : t + 1].sum(1))
+        for j, decay in enumerate(between):
+            state = state + decay * k[:, j, :, :, None] * v[:, j, :, None, :]
+        out[:, t] = scale * np.einsum("bhd,bhde->bhe", q[:, t], state)
+    return {"out": turn(out), "state": state}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("decay", ["mild", "mixed", "resets"])
+def test_the_definition_is_the_sum_over_pairs(decay, reverse):
+    given = arrays(21, decay=decay)
+    call = canonicalise(**given, reverse=reverse, softmax_scale=0.3)
+    found = reference(call)
+    found = {"out": found["out"], "state": found["state"][:, 0]}
+    assert_close(found, in_pairs(given, 0.3, reverse))
+
+
+@pytest.mark.parametrize("gates", [("g",), GATES], ids="-".join)
+def test_chunks_of_every_size_are_the_recurrence(gates):
+    """Chunks of 1 are the recurrence itself; of 256, one chunk."""
+    given = arrays(150, gates, "mixed")
+    cotangents = {"out": normal("dout", (2, 150, H, DV)), "state": normal("dstate", (2, H, D, DV))}
+    one = evaluate(partial(attend, cfg={"chunk": 1}), given, cotangents)
+    for chunk in (16, 256):
+        many = evaluate(partial(attend, cfg={"chunk": chunk}), given, cotangents)
+        for got, expected, kind in zip(many, one, ("output", "gradient of"), strict=True):
+            # judged by one token: see harness.linear.Case.keywords
+            each = {"g_gamma": 150.0}
+            got, expected = ({n: wide(x) / each.get(n, 1) for n, x in y.items()} for y in (got, expected))
+            assert_close(got, expected, kind=kind)
+
+
+def attend_on(platform, given, **options):
+    with platform.context():
+        return attend(given, platform=platform.name, **options)
+
+
+@pytest.fixture
+def able(platform):
+    """A platform that has the family; one that has not is checked to say so in test_cases.py."""
+    return None if refusals(CASES[0], platform) else platform
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_state_can_be_handed_over(reverse, able):
+    if able is None:
+        return
+    attend = partial(attend_on, able)
+    given = arrays(100, B=1)
+    whole = attend(given, reverse=reverse)
+    state, parts = given.pop("initial_state"), []
+    cuts = [*pairwise((0, 1, 40, 100))]
+    for a, b in reversed(cuts) if reverse else cuts:
+        part = {name: x[:, a:b] if name != "g_gamma" else x for name, x in given.items()}
+        found = attend(part | {"initial_state": state}, reverse=reverse)
+        state = found["state"]
+        parts.append(found["out"])
+    together = jnp.concatenate(parts[::-1] if reverse else parts, 1)
+    assert_close({"out": together, "state": state}, whole)
+
+
+def test_packed_outputs_and_states_are_separate_ones(able):
+    """On every platform; `test_packed_is_separate` has the gradients."""
+    if able is None:
+        return
+    given = arrays(60, ("g_gamma", "gk"), "mixed", B=1, N=3)
+    cu = [0, 17, 17, 55]
+    packed = attend_on(able, given, cu_seqlens=np.array(cu))
+    outs, states = [], []
+    for n, (a, b) in enumerate(pairwise(cu)):
+        share = {name: x[:, a:b] if x.ndim > 1 else x for name, x in given.items()}
+        found = attend_on(able, share | {"initial_state": given["initial_state"][n : n + 1]})
+        outs.append(found["out"])
+        states.append(found["state"])
+    expected = {"out": np.concatenate([*outs, np.zeros((1, 5, H, DV))], 1), "state": np.concatenate(states)}
+    assert_close(packed, expected)
+
+
+def test_decode_steps_continue_a_prefill():
+    """One token at a time, by scan, from the state that a prompt left."""
+    given = arrays(70)
+    whole = attend(given)
+    prompt = {name: x[:, :65] if name not in ("g_gamma", "initial_state") else x for name, x in given.items()}
+    steps = {n: jnp.moveaxis(x[:, 65:], 1, 0) for n, x in given.items() if n not in ("g_gamma", "initial_state")}
+
+    def step(state, token):
+        token = {name: x[:, None] for name, x in token.items()}
+        found = attend(token | {"g_gamma": given["g_gamma"], "initial_state": state})
+        return found["state"], found["out"][:, 0]
+
+    state, out = jax.jit(lambda s, t: jax.lax.scan(step, s, t))(attend(prompt)["state"], steps)
+    assert_close(
+        {"out": jnp.moveaxis(out, 0, 1), "state": state}, {"out": whole["out"][:, 65:], "state": whole["state"]}
+    )
+
+
+CU = np.array([0, 0, 30, 31, 31, 61, 91, 92])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_is_separate(reverse):
+    """Outputs, states and gradients; the sequences' shares of g_gamma's add up."""
+    given = arrays(100, B=1, N=len(CU) - 1)
+    cotangents = {"out": normal("dout", (1, 100, H, DV)), "state": normal("dstate", (len(CU) - 1, H, D, DV))}
+    packed = evaluate(partial(attend, cu_seqlens=CU, reverse=reverse), given, cotangents)
+    one = with_gradients(partial(attend, reverse=reverse))
+    outs, states, gradients = [], [], []
+    for n, (a, b) in enumerate(pairwise(CU)):
+        share = {name: x[:, a:b] if x.ndim > 1 else x for name, x in given.items()}
+        share["initial_state"] = given["initial_state"][n : n + 1]
+        back = {"out": cotangents["out"][:, a:b], "state": cotangents["state"][n : n + 1]}
+        if a == b:
+            states.append(share["initial_state"])
+            gradients.append({"initial_state": back["state"]})
+            continue
+        found, gradient = one(share, back)
+        outs.append(found["out"])
+        states.append(found["state"])
+        gradients.append(gradient)
+    padding = jnp.zeros((1, 100 - CU[-1], H, DV))
+    assert_close(packed[0], {"out": jnp.concatenate([*outs, padding], 1), "state": jnp.concatenate(states)})
+    expected = {}
+    for name, x in given.items():
+        shares = [gradient[name] for gradient in gradients if name in gradient]
+        if name == "g_gamma":
+            expected[name] = sum(shares) / 100
+        else:
+            axis = 0 if name == "initial_state" else 1
+            joined = np.concatenate(shares, axis)
+            expected[name] = np.pad(joined, [(0, m - n) for m, n in zip(x.shape, joined.shape, strict=True)])
+    got = packed[1] | {"g_gamma": packed[1]["g_gamma"] / 100}
+    assert_close(got, expected, kind="gradient of")
+
+
+def test_nan_stays_in_its_sequence():
+    cu = np.array([0, 40, 75, 100])
+    given = arrays(100, B=1, N=3)
+    cotangents = {"out": normal("dout", (1, 100, H, DV)), "state": normal("dstate", (3, H, D, DV))}
+    bad = {n: x.at[:, 50].set(jnp.nan) if x.ndim > 1 and x.shape[1] == 100 else x for n, x in given.items()}
+    step = with_gradients(partial(attend, cu_seqlens=cu))
+    (clean, expected), (found, gradients) = step(given, cotangents), step(bad, cotangents)
+    assert np.isnan(found["out"][0, 50:75]).all() and np.isnan(found["state"][1]).all()
+    for tokens in (slice(0, 40), slice(75, 100)):
+        np.testing.assert_array_equal(found["out"][0, tokens], clean["out"][0, tokens])
+        for name in ("query", "key", "value", "g", "gk", "gv"):
+            np.testing.assert_array_equal(gradients[name][0, tokens], expected[name][0, tokens])
+
+
+def test_lightning_is_a_decay_per_head():
+    q, k, v = (normal(name, (1, 50, 4, D)) for name in "qkv")
+    decay = lightning_decay(4, 3, 12)
+    np.testing.assert_allclose(decay, [-2.0 * 0.75 * head for head in range(4)])
+    options = {"layer_idx": 3, "num_layers": 12}
+    out = lightning_attention(q, k, v, **options)
+    assert_close({"out": out}, {"out": recurrent_attention(q, k, v, g_gamma=jnp.asarray(decay))})
+    # head 0 forgets nothing
+    scores = np.tril(np.einsum("ic,jc->ij", wide(q[0, :, 0]), wide(k[0, :, 0])))
+    assert_close({"out": out[0, :, 0]}, {"out": D**-0.5 * scores @ wide(v[0, :, 0])})
+
+
+def test_gla_is_a_decay_per_key_channel():
+    given = arrays(50, ("gk",), "mixed")
+    q, k, v, gk, state = given.values()
+    found = gla_attention(q, k, v, gk, None, state, return_state=True)
+    assert_close(named(found), attend(given))
+    both = recurrent_attention(q, k, v, gk, gk=gk)
+    assert_close({"out": both}, {"out": recurrent_attention(q, k, v, gk=2 * gk)})
+
+
+def test_mamba_2():
+    """Its recurrence, token by token, and the same as one call: B and C are shared by the heads."""
+    T, P, N = 70, 6, 8  # P channels of a head, N numbers of its state
+    x, b, c = normal("x", (2, T, H, P)), normal("B", (2, T, N)), normal("C", (2, T, N))
+    dt, a = jax.nn.softplus(normal("dt", (2, T, H))), -jnp.exp(normal("A", (H,)))
+
+    def step(h, token):
+        x, b, c, dt = token
+        h = h * jnp.exp(dt * a)[..., None, None] + (dt[..., None] * x)[..., None] * b[:, None, None, :]
+        return h, jnp.einsum("bhpn,bn->bhp", h, c)
+
+    tokens = [jnp.moveaxis(y, 1, 0) for y in (x, b, c, dt)]
+    state, out = jax.lax.scan(step, jnp.zeros((2, H, P, N)), tokens)
+    key, query = (jnp.broadcast_to(y[:, :, None], (2, T, H, N)) for y in (b, c))
+    found = recurrent_attention(query, key, dt[..., None] * x, dt * a, softmax_scale=1.0, return_state=True)
+    assert_close(named(found), {"out": jnp.moveaxis(out, 0, 1), "state": state.mT})
+
+
+def test_decays_in_another_dtype():
+    """Narrow decays beside wide queries are the same numbers; their gradients are rounded to them."""
+    given = arrays(40, ("g", "gk"))
+    narrow = {name: x.astype("bfloat16") if name in GATES else x for name, x in given.items()}
+    same = {name: x.astype("float32") for name, x in narrow.items()}
+    gradient = jax.jit(jax.grad(lambda x: attend(x)["out"].sum()))
+    found, exact = gradient(narrow), gradient(same)
+    assert found["g"].dtype == found["gk"].dtype == "bfloat16" and found["query"].dtype == "float32"
+    np.testing.assert_array_equal(found["query"], exact["query"])
+    np.testing.assert_array_equal(found["gk"], exact["gk"].astype("bfloat16"))
+
+
+def test_long_sequences_do_not_drift(native):
+    """4096 tokens of bfloat16 against float64: the state is float32, so the last tokens are as good as the first."""
+    T, D = 4096, 16
+    q, k, v = (normal(name, (1, T, 1, D), "bfloat16") for name in "qkv")
+    decay = np.float32(-1e-3)
+    if refusals(CASES[0], native):
+        return
+    attend = jax.jit(partial(recurrent_attention, return_state=True, platform=native.name))
+    out, state = attend(q, k, v, g_gamma=jnp.full(1, decay))
+    x, y, z = (wide(a[0, :, 0]) for a in (q, k, v))
+    h, exact = np.zeros((D, D)), np.zeros((T, D))
+    for t in range(T):
+        h = h * np.exp(np.float64(decay)) + np.outer(y[t], z[t])
+        exact[t] = D**-0.5 * x[t] @ h
+    error = np.abs(wide(out[0, :, 0]) - exact)
+    ulp = float(jnp.finfo("bfloat16").eps)
+    assert error[-64:].max() <= ulp * np.abs(exact[-64:]).max()  # one rounding, of the output
+    assert np.abs(wide(state[0, 0]) - h).max() <= ulp * np.abs(h).max()  # one rounding, of what is added
+
+
+def test_same_inputs_same_bits(native):
+    if refusals(CASES[0], native):
+        return
+    given = arrays(130, decay="mixed")
+    step = jax.jit(jax.grad(lambda x: sum(jnp.sin(y).sum() for y in attend_on(native, x).values())))
+    first, second = step(given), step(given)
+    for name in given:
+        np.testing.assert_array_equal(first[name], second[name])

@@ -1,0 +1,118 @@
+"""Many devices give what one gives: `mesh=`, arrays with shardings, and inside a user's own shard_map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.modules import gla_attention, lightning_attention, recurrent_attention
+from harness import evaluate, normal
+from harness.linear import named
+from tolerances import assert_close
+
+B, T, H, D, DV = 4, 20, 4, 4, 6
+SPEC = P("dp", None, "tp", None)
+STATE = P("dp", "tp")
+
+
+def mesh_of(kind):
+    return Mesh(np.asarray(jax.devices("cpu")[:8]).reshape(2, 4), ("dp", "tp"), axis_types=(kind, kind))
+
+
+@pytest.fixture(scope="module", params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request):
+    return mesh_of(request.param)
+
+
+def floats(B=B, N=None):
+    shapes = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, DV)}
+    found = {name: normal(name, shape) for name, shape in shapes.items()}
+    gates = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D)}
+    found |= {name: -jnp.abs(normal(name, shape)) / 4 for name, shape in gates.items()}
+    return found | {"initial_state": normal("state", (N or B, H, D, DV))}
+
+
+def attend(given, **options):
+    return named(recurrent_attention(**given, return_state=True, cfg={"chunk": 8}, **options))
+
+
+def cotangents(B=B, N=None):
+    return {"out": normal("dout", (B, T, H, DV)), "state": normal("dstate", (N or B, H, D, DV))}
+
+
+def agree(got, expected):
+    assert_close(got[0], expected[0])
+    assert_close(got[1], expected[1], kind="gradient of")
+
+
+def test_batch_and_heads(mesh):
+    """Specs of the first three; those of decays and states follow."""
+    got = evaluate(lambda x: attend(x, mesh=mesh, in_specs=(SPEC,) * 3), floats(), cotangents())
+    agree(got, evaluate(attend, floats(), cotangents()))
+
+
+def test_specs_by_name(mesh):
+    specs = {"query": SPEC, "key": SPEC, "value": SPEC, "g": P("dp", None, "tp"), "gk": SPEC}
+    out = jax.jit(lambda x: attend(x, mesh=mesh, in_specs=specs, out_specs=SPEC))(floats())
+    assert_close(out, attend(floats()))
+
+
+def test_types_are_specs():
+    """Arrays that are split over Explicit axes need no mesh= and no in_specs=."""
+    explicit = mesh_of(AxisType.Explicit)
+    specs = dict.fromkeys(("query", "key", "value", "gk"), SPEC) | {"g": P("dp", None, "tp"), "initial_state": STATE}
+    placed = {n: jax.device_put(x, NamedSharding(explicit, specs.get(n, P()))) for n, x in floats().items()}
+    got = evaluate(attend, placed, cotangents())
+    agree(got, evaluate(attend, floats(), cotangents()))
+    assert jax.typeof(got[0]["out"]).sharding.spec == SPEC
+
+
+def test_packed_sequences_split_over_heads(mesh):
+    cu = jnp.array([0, 7, 7, 18])
+    given, back = floats(1, 3), cotangents(1, 3)
+    whole = evaluate(lambda x: attend(x, cu_seqlens=cu), given, back)
+    spec = P(None, None, "tp")
+    got = evaluate(lambda x: attend(x, cu_seqlens=cu, mesh=mesh, in_specs=(spec,) * 3), given, back)
+    agree(got, whole)
+
+
+def test_lightning_counts_the_heads_of_all_devices(mesh):
+    q, k, v = (floats()[name] for name in ("query", "key", "value"))
+    layer = {"layer_idx": 1, "num_layers": 4}
+    got = jax.jit(lambda *x: lightning_attention(*x, **layer, mesh=mesh, in_specs=(SPEC,) * 3))(q, k, v)
+    assert_close({"out": got}, {"out": lightning_attention(q, k, v, **layer)})
+
+
+def test_gla(mesh):
+    q, k, v, g = (floats()[name] for name in ("query", "key", "value", "gk"))
+    got = jax.jit(lambda *x: gla_attention(*x, mesh=mesh, in_specs=(SPEC,) * 4))(q, k, v, g)
+    assert_close({"out": got}, {"out": gla_attention(q, k, v, g)})
+
+
+@pytest.mark.parametrize("check_vma", [False, True], ids=["unchecked", "checked"])
+def test_inside_a_users_own_shard_map(check_vma):
+    mesh = mesh_of(AxisType.Auto)
+    specs = dict.fromkeys(("query", "key", "value", "gk"), SPEC)
+    specs |= {"g": P("dp", None, "tp"), "g_gamma": P("tp"), "initial_state": STATE}
+    out_specs = {"out": SPEC, "state": STATE}
+    split = jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma)
+    agree(evaluate(split, floats(), cotangents()), evaluate(attend, floats(), cotangents()))
+
+
+def test_arrays_that_jit_splits():
+    """No specs: the partitioner of jit finds its own way and the answer stays."""
+    mesh = mesh_of(AxisType.Auto)
+    placed = {n: jax.device_put(x, NamedSharding(mesh, P("dp" if x.ndim > 1 else None))) for n, x in floats().items()}
+    agree(evaluate(attend, placed, cotangents()), evaluate(attend, floats(), cotangents()))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [(P(None, "tp"), "split dimension T over"), (P(None, None, None, "tp"), "split dimension D over")],
+)
+def test_what_cannot_be_split(spec, message):
+    q, k, v = (floats()[name] for name in ("query", "key", "value"))
+    with pytest.raises(ValueError, match=message):
+        recurrent_attention(q, k, v, mesh=mesh_of(AxisType.Auto), in_specs=(spec,) * 3)
