@@ -117,7 +117,7 @@ def _run(name: str, options: Options) -> None:
     found["complete"] = all(result["status"] != "skipped" for result in found["results"])
     kept = _keep(console, found, options.json) and kept
     kept = _show(console, found, options.plot, options.tuned) and kept
-    _judge(console, found)
+    _say_how_it_went(console, found)
     if not kept:
         raise typer.Exit(1)
 
@@ -269,7 +269,7 @@ def _print_lines(console: Console, lines: list[str]) -> None:
         console.print(line, markup=False)
 
 
-def _judge(console: Console, found: "Document") -> None:
+def _say_how_it_went(console: Console, found: "Document") -> None:
     """Say how it went; exit with 1 where an answer is wrong, ours failed, or nothing was measured."""
     from ejkernel.bench import report
 

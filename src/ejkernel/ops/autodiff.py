@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
 from ejkernel.ops.empty import allow_empty, allow_empty_gradient
 from ejkernel.ops.operation import Arrays, Call, Plan
-from ejkernel.ops.sharding import among
+from ejkernel.ops.sharding import on_mesh_of
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     """Outputs, and the residuals that a backward needs; `execute` is differentiable, this is not."""
 
     def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
-        with among(arrays), default_rules():
+        with on_mesh_of(arrays), default_rules():
             return plan.implementation.forward(_call(plan, arrays), plan.config)
 
     whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
@@ -55,7 +55,7 @@ def backward(
     """Gradients by array name, from the cotangents of those outputs that have one; none of what is unwanted."""
 
     def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        with among((arrays, residuals, cotangents)), default_rules():
+        with on_mesh_of((arrays, residuals, cotangents)), default_rules():
             assert plan.implementation.backward is not None
             call = _call(plan, arrays, unwanted)
             gradients = plan.implementation.backward(call, residuals, cotangents, plan.config)

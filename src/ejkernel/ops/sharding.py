@@ -141,7 +141,7 @@ def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axe
     return PartitionSpec(*(found.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True)))
 
 
-def among(arrays: Any) -> AbstractContextManager[None]:
+def on_mesh_of(arrays: Any) -> AbstractContextManager[None]:
     """Within, new arrays have the mesh that the types of `arrays` have, if any: a program may join them."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
     mesh = next((mesh for mesh in meshes if _axes_of_type(mesh, AxisType.Explicit)), None)

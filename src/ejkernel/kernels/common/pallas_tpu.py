@@ -121,7 +121,7 @@ def launch(
     return dict(zip(outputs, results, strict=True))
 
 
-def turned(x: jax.Array) -> jax.Array:
+def transposed(x: jax.Array) -> jax.Array:
     """A 32-bit tile (m, n) as (n, m). Where m or n is 1 it passes through a full tile, as the hardware turns those."""
     m, n = x.shape
     wide = jnp.broadcast_to(x, (LANES if m == 1 else m, LANES if n == 1 else n)).T

@@ -6,7 +6,7 @@ VMEM in bytes, for tiles of t query tokens and blocks of k keys; e bytes per num
     pages     2 * k * Hkv * (D + Dv) * e         two buffers, each a block of keys and values of all heads
     tokens    t * H * (2 * D + Dv) * c           two buffers of queries, one of outputs
     rows      t * H * (D * c + Dv * 4 + 2 * 512) queries as rows; sum, maximum and total of the running softmax
-    turned    k * Hkv * (D + Dv) * c             a block with heads first, where each head is multiplied on its own
+    heads     k * Hkv * (D + Dv) * c             a block with heads first, where each head is multiplied on its own
     logits    4 * 4 * rows * columns             float32 logits, weights and masks of a matmul, alive at once
     operands  columns * (D + Dv) * (c + 4)       its keys and values as they are multiplied, and in float32
     queries   4 * t * H * D                      as they are turned into rows, in float32
@@ -229,10 +229,10 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     arrays = {"query": (call["query"].reshape(B * T, H, dims.D).astype(kernel.dtype), anywhere)}
     for i, name in enumerate(_page_names(call)):
         pages = call[name].reshape(-1, *call[name].shape[2:])
-        arrays[f"pages {i}"] = (pages.swapaxes(1, 2) if kernel.heads_first else pages, anywhere)
+        arrays[f"pages_{i}"] = (pages.swapaxes(1, 2) if kernel.heads_first else pages, anywhere)
     if kernel.scaled:
         for v, rows in enumerate(kernel.rows):
-            arrays[f"by row {v}"] = _by_row(call, kernel, rows)
+            arrays[f"by_row_{v}"] = _by_row(call, kernel, rows)
     shapes = {"out": ((Dv,), kernel.out_dtype), "stats": ((2,), jnp.float32)}
     structs = {n: jax.ShapeDtypeStruct((kernel.splits * B * T, H, *shapes[n][0]), shapes[n][1]) for n in kernel.written}
 

@@ -183,29 +183,29 @@ class Kernel:
         if "stats" in self.written:
             found["stats"] = ((self.tokens, dims.H, 2), f32)
         for i, width in enumerate(self.widths):
-            found[f"pages {i}"] = ((2, blocks.pieces, *page, width), self.cache)
+            found[f"pages_{i}"] = ((2, blocks.pieces, *page, width), self.cache)
         for i, rows in enumerate(self.rows):
-            found[f"rows {i}"] = ((rows.heads, rows.count, dims.D), self.dtype)
-            found[f"acc {i}"] = ((rows.heads, rows.count, dims.Dv), f32)
-            found[f"top {i}"] = ((rows.heads, rows.count, 1), f32)
-            found[f"total {i}"] = ((rows.heads, rows.count, 1), f32)
+            found[f"rows_{i}"] = ((rows.heads, rows.count, dims.D), self.dtype)
+            found[f"acc_{i}"] = ((rows.heads, rows.count, dims.Dv), f32)
+            found[f"top_{i}"] = ((rows.heads, rows.count, 1), f32)
+            found[f"total_{i}"] = ((rows.heads, rows.count, 1), f32)
         if not self.heads_first and not all(rows.joined for rows in self.rows):
             for i, width in enumerate(self.widths):
-                found[f"turned {i}"] = ((heads, blocks.size, width), self.dtype)
+                found[f"heads_first_{i}"] = ((heads, blocks.size, width), self.dtype)
         return found
 
     def scratch(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: pltpu.VMEM(*buffer) for name, buffer in self.buffers().items()}
-        copies = {"of pages": pltpu.SemaphoreType.DMA((2,)), "of query": pltpu.SemaphoreType.DMA((2,))}
+        copies = {"page_copies": pltpu.SemaphoreType.DMA((2,)), "query_copies": pltpu.SemaphoreType.DMA((2,))}
         # which buffer the next block is in, and how many tokens of output are on their way
-        return found | copies | {"of out": pltpu.SemaphoreType.DMA, "state": pltpu.SMEM((2,), jnp.int32)}
+        return found | copies | {"out_copies": pltpu.SemaphoreType.DMA, "state": pltpu.SMEM((2,), jnp.int32)}
 
     # One step of the grid ------------------------------------------------------------------------------------
 
     def paged_attention(self, scalars: Refs, arrays: Refs, outputs: Refs, scratch: Refs) -> None:
-        refs = {**{f"{name} scalar": ref for name, ref in scalars.items()}, **scratch}
-        refs |= {f"{name} input": ref for name, ref in arrays.items()}
-        refs |= {f"{name} output": ref for name, ref in outputs.items()}
+        refs = {**{f"{name}_scalar": ref for name, ref in scalars.items()}, **scratch}
+        refs |= {f"{name}_input": ref for name, ref in arrays.items()}
+        refs |= {f"{name}_output": ref for name, ref in outputs.items()}
         core, i = pl.program_id(0), pl.program_id(1)
         here, following = (self.tile(refs, (i + ahead) * self.cores + core) for ahead in (0, 1))
 
@@ -250,10 +250,10 @@ class Kernel:
         spec, S = self.spec, self.dims.S
         exists, number = index < self.tiles * self.splits, index
         index = jnp.minimum(divided(number, self.splits), self.tiles - 1)
-        n, count = refs["sequence scalar"][index], jnp.where(exists, refs["count scalar"][index], 0)
-        length = jnp.clip(refs["context_lens scalar"][n], 0, S)
-        position = length + refs["ahead scalar"][index]
-        low = jnp.clip(refs["starts scalar"][n], 0, S) if "starts scalar" in refs else jnp.int32(0)
+        n, count = refs["sequence_scalar"][index], jnp.where(exists, refs["count_scalar"][index], 0)
+        length = jnp.clip(refs["context_lens_scalar"][n], 0, S)
+        position = length + refs["ahead_scalar"][index]
+        low = jnp.clip(refs["starts_scalar"][n], 0, S) if "starts_scalar" in refs else jnp.int32(0)
         high = length
         if spec.causal:
             high = jnp.minimum(high, position + count)
@@ -264,7 +264,7 @@ class Kernel:
         steps = jnp.where(some, self.blocks.index(jnp.maximum(high, 1) - 1) - first + 1, 0)
         share, split = divided(steps + self.splits - 1, self.splits), number - index * self.splits
         steps = jnp.clip(steps - split * share, 0, share)
-        return Tile(n, refs["token scalar"][index], count, position, low, high, first + split * share, steps, split)
+        return Tile(n, refs["token_scalar"][index], count, position, low, high, first + split * share, steps, split)
 
     # Copies --------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Kernel:
         pl.when(tile.steps > 0)(lambda: self.copy_block(refs, tile, tile.first, slot, "start"))
 
     def copy_query(self, refs: Refs, tile: Tile, slot: Any, act: str) -> None:
-        source, target, semaphore = refs["query input"], refs["query"], refs["of query"].at[slot]
+        source, target, semaphore = refs["query_input"], refs["query"], refs["query_copies"].at[slot]
 
         @pl.loop(0, tile.count)
         def _(t):
@@ -287,16 +287,16 @@ class Kernel:
 
         def piece(p: Any) -> None:
             page = tile.sequence - row * dims.N
-            if "block_tables scalar" in refs:
-                page = refs["block_tables scalar"][tile.sequence * dims.W + block.slot + p]
+            if "block_tables_scalar" in refs:
+                page = refs["block_tables_scalar"][tile.sequence * dims.W + block.slot + p]
                 page = jnp.clip(page, 0, dims.P - 1)
             for i, own in enumerate(self.batched):
-                source = refs[f"pages {i} input"].at[page + row * dims.P if own else page]
+                source = refs[f"pages_{i}_input"].at[page + row * dims.P if own else page]
                 if blocks.per_page > 1:
                     tokens = pl.ds(block.offset, blocks.part)
                     source = source.at[:, tokens] if self.heads_first else source.at[tokens]
-                target = refs[f"pages {i}"].at[slot, p]
-                getattr(pltpu.make_async_copy(source, target, refs["of pages"].at[slot]), act)()
+                target = refs[f"pages_{i}"].at[slot, p]
+                getattr(pltpu.make_async_copy(source, target, refs["page_copies"].at[slot]), act)()
 
         if blocks.pieces == 1:
             piece(0)
@@ -312,15 +312,15 @@ class Kernel:
 
             @pl.loop(0, tile.count)
             def _(t, name=name):
-                target = refs[f"{name} output"].at[row + t]
-                pltpu.make_async_copy(refs[name].at[t], target, refs["of out"]).start()
+                target = refs[f"{name}_output"].at[row + t]
+                pltpu.make_async_copy(refs[name].at[t], target, refs["out_copies"]).start()
 
     def wait_outputs(self, refs: Refs) -> None:
         for name in self.written:
 
             @pl.loop(0, refs["state"][1])
             def _(t, name=name):
-                pltpu.make_async_copy(refs[name].at[0], refs[f"{name} output"].at[0], refs["of out"]).wait()
+                pltpu.make_async_copy(refs[name].at[0], refs[f"{name}_output"].at[0], refs["out_copies"]).wait()
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -337,27 +337,27 @@ class Kernel:
             mine = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
             # in float32: two rows of bfloat16 share a word, and may not be of the same head
             query = refs["query"][query_slot, : rows.tokens, mine, :].astype(jnp.float32)
-            refs[f"rows {v}"][h] = query.reshape(rows.count, D).astype(self.dtype)
-        refs[f"acc {v}"][...] = jnp.zeros_like(refs[f"acc {v}"])
-        refs[f"top {v}"][...] = jnp.full_like(refs[f"top {v}"], MASKED)
-        refs[f"total {v}"][...] = jnp.zeros_like(refs[f"total {v}"])
+            refs[f"rows_{v}"][h] = query.reshape(rows.count, D).astype(self.dtype)
+        refs[f"acc_{v}"][...] = jnp.zeros_like(refs[f"acc_{v}"])
+        refs[f"top_{v}"][...] = jnp.full_like(refs[f"top_{v}"], MASKED)
+        refs[f"total_{v}"][...] = jnp.zeros_like(refs[f"total_{v}"])
         if not self.scaled:
             return
 
         @pl.when((here.sequence < self.dims.B * self.dims.N) & (here.split == 0))
         def _():
-            sinks = refs[f"by row {v} input"][:, :, 2:3]
+            sinks = refs[f"by_row_{v}_input"][:, :, 2:3]
             top = jnp.maximum(sinks, MASKED)
-            refs[f"top {v}"][...] = top
-            refs[f"total {v}"][...] = jnp.exp(sinks - top)
+            refs[f"top_{v}"][...] = top
+            refs[f"total_{v}"][...] = jnp.exp(sinks - top)
 
     def attend_block(self, refs: Refs, v: int, rows: Rows, here: Tile, j: Any, slot: Any) -> None:
         """Absorb a block."""
         block = self.blocks.at(j)
         if not rows.joined and not self.heads_first:
             for i, width in enumerate(self.widths):
-                tokens = refs[f"pages {i}"][slot].astype(self.dtype).reshape(self.blocks.size, -1, width)
-                refs[f"turned {i}"][...] = jnp.swapaxes(tokens, 0, 1)
+                tokens = refs[f"pages_{i}"][slot].astype(self.dtype).reshape(self.blocks.size, -1, width)
+                refs[f"heads_first_{i}"][...] = jnp.swapaxes(tokens, 0, 1)
 
         def head(h: Any) -> None:
             key, value = self.operands(refs, rows, h, slot)
@@ -391,23 +391,23 @@ class Kernel:
     def operands(self, refs: Refs, rows: Rows, h: Any, slot: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values of a head (or of all) in a block."""
         if rows.joined:
-            found = [refs[f"pages {i}"][slot].astype(self.dtype).reshape(-1, w) for i, w in enumerate(self.widths)]
+            found = [refs[f"pages_{i}"][slot].astype(self.dtype).reshape(-1, w) for i, w in enumerate(self.widths)]
             return found[0], found[-1]
         names = [(0, 2 * h), (0, 2 * h + 1)] if self.paired else [(0, h), (1, h)]
         if not self.heads_first:
-            key, value = (refs[f"turned {i}"][row] for i, row in names)
+            key, value = (refs[f"heads_first_{i}"][row] for i, row in names)
             return key, value
         shapes = [(self.blocks.size, self.widths[i]) for i, _ in names]
-        key, value = (refs[f"pages {i}"][slot, :, row].astype(self.dtype) for i, row in names)
+        key, value = (refs[f"pages_{i}"][slot, :, row].astype(self.dtype) for i, row in names)
         return key.reshape(shapes[0]), value.reshape(shapes[1])
 
     def attend(
         self, refs: Refs, v: int, h: Any, key: jax.Array, value: jax.Array, seen: jax.Array, shift: bool
     ) -> None:
         """One step of online softmax; with `shift`, the value of each key is in the next row."""
-        old = Online(*(refs[f"{name} {v}"][h] for name in Online._fields))
-        scale = refs[f"by row {v} input"][h, :, 0:1] if self.scaled else self.spec.scale
-        logits = capped(matmul(refs[f"rows {v}"][h], key, (1, 1), self.precision) * scale, self.spec.soft_cap)
+        old = Online(*(refs[f"{name}_{v}"][h] for name in Online._fields))
+        scale = refs[f"by_row_{v}_input"][h, :, 0:1] if self.scaled else self.spec.scale
+        logits = capped(matmul(refs[f"rows_{v}"][h], key, (1, 1), self.precision) * scale, self.spec.soft_cap)
 
         def absorb(logits: jax.Array, value: jax.Array) -> Online:
             logits = jnp.where(seen, logits, MASKED)
@@ -420,7 +420,7 @@ class Kernel:
 
         def keep(new: Online) -> None:
             for name, x in new._asdict().items():
-                refs[f"{name} {v}"][h] = x
+                refs[f"{name}_{v}"][h] = x
 
         new = absorb(logits, value)
         keep(new)
@@ -443,12 +443,12 @@ class Kernel:
         self.wait_outputs(refs)
         for h in range(rows.heads):
             mine = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
-            top, total = refs[f"top {v}"][h], refs[f"total {v}"][h]
+            top, total = refs[f"top_{v}"][h], refs[f"total_{v}"][h]
             some = total != 0.0  # a nan total is not nothing: it must show
             total = jnp.where(some, total, 1.0)
-            out = refs[f"acc {v}"][h] / total
+            out = refs[f"acc_{v}"][h] / total
             if self.scaled:
-                out *= refs[f"by row {v} input"][h, :, 1:2]
+                out *= refs[f"by_row_{v}_input"][h, :, 1:2]
             refs["out"][: rows.tokens, mine, :] = out.reshape(rows.tokens, -1, out.shape[1]).astype(self.out_dtype)
             if "stats" in self.written:
                 lse = jnp.where(some, top + jnp.log(total), -jnp.inf)

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.softmax.gradients import output_cotangent, sink_gradient
-from ejkernel.kernels.softmax.mosaic_gpu import Config, results_apart
+from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     LOG2_E,
@@ -39,32 +39,26 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     WGMMA,
     Kernel,
     across,
-    act,
     batch_index,
-    compute_tiles,
-    copy_tiles,
-    drain,
-    eights,
-    fetch,
-    flags,
-    flags_of,
     launch,
     load,
     masked_block,
-    retry_scratch,
+    padded_to_8,
+    results_apart,
     tile_ref,
 )
+from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, drain
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
 
 
-def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Any) -> Arrays:
     """Gradients of query, key, value and sinks."""
     dims = dimensions(call)
-    q, k, v = (eights(call[name]) for name in ("query", "key", "value"))
+    q, k, v = (padded_to_8(call[name]) for name in ("query", "key", "value"))
     given, lse = output_cotangent(residuals, cotangents), residuals["lse"]
-    dout = eights(given.astype(q.dtype))
+    dout = padded_to_8(given.astype(q.dtype))
     delta = jnp.einsum("bthd,bthd->bht", residuals["out"], given, preferred_element_type=jnp.float32)
     if "lse" in cotangents:
         delta -= cotangents["lse"].astype(jnp.float32)
@@ -75,14 +69,14 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     return gradients | sink_gradient(call, jnp.where(lse == -jnp.inf, jnp.inf, lse), delta)
 
 
-def _row_statistics(lse: jax.Array, delta: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+def _row_statistics(lse: jax.Array, delta: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     """Base-2 log-sum-exp and delta (B, H, whole tiles); +inf where a row sees nothing or lies beyond T: weight 0."""
     padding = ((0, 0), (0, 0), (0, -lse.shape[2] % math.lcm(128, config.dkv_block_q)))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
 
 
-def _dq(call: Call, config: Config, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _dq(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> jax.Array:
     q = tensors[0]
     kernel = _QueryGradient.of(call, config, "q", 128, config.dq_block_k)
     return launch(
@@ -95,7 +89,7 @@ def _dq(call: Call, config: Config, tensors: tuple[jax.Array, ...]) -> jax.Array
     )(*tensors, kernel.operands(call))
 
 
-def _dkv(call: Call, config: Config, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def _dkv(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     k = tensors[1]
     kind, keys = (_SplitKeyGradient, 64) if config.dkv_split else (_KeyGradient, 128)
     kernel = kind.of(call, config, "k", keys, config.dkv_block_q)
@@ -112,9 +106,9 @@ def _dkv(call: Call, config: Config, tensors: tuple[jax.Array, ...]) -> tuple[ja
 class _Gradient(Kernel):
     """What the backward kernels have in common."""
 
-    def weights(self, s: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
+    def weights(self, logits: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
         """Softmax weights of a tile of q.k, and the soft cap's slope."""
-        x, factor, t = self.logits.base2(s)
+        x, factor, t = self.logits.base2(logits)
         p = jnp.exp2(x * factor - lse)
         if keep is not None:
             p = jnp.where(keep, p, 0.0)
@@ -143,15 +137,15 @@ class _QueryGradient(_Gradient):
         }
         return scratch | ({"dq_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
 
-    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dq_ref, **s: Any) -> None:
+    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dq_ref, **scratch: Any) -> None:
         w = lax.axis_index("warpgroup")
         apart = results_apart(self.dims.D)
 
         def fetch_own(n) -> None:
             b, h, i = self.walk.place(n)
-            for source, target in ((q_ref, s["q_smem"]), (do_ref, s["do_smem"])):
+            for source, target in ((q_ref, scratch["q_smem"]), (do_ref, scratch["do_smem"])):
                 own = source.at[b, pl.ds(i * 128 + w * 64, 64), h]
-                plgpu.copy_gmem_to_smem(own, target.at[w], s["own_ready"].at[w])
+                plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, blocks):
             b, h, i = self.walk.place(n)
@@ -159,25 +153,25 @@ class _QueryGradient(_Gradient):
             own = pl.ds(i * 128 + w * 64, 64)
             lse, delta = load(lse_ref.at[b, h, own], ROW), load(delta_ref.at[b, h, own], ROW)
             rows = self.masks.rows(refs, b, i * 128 + w * 64, 64)
-            plgpu.barrier_wait(s["own_ready"].at[w])
+            plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dq_acc):
-                own = [s[name].at[w] for name in ("q_smem", "do_smem")]
-                step = self._step(refs, s, dq_acc, own, (b, blocks - row[0]), rows, lse, delta, scrub)
+                own = [scratch[name].at[w] for name in ("q_smem", "do_smem")]
+                step = self._step(refs, scratch, dq_acc, own, (b, blocks - row[0]), rows, lse, delta, scrub)
                 self.runs.loop(row, step, jnp.int32(0))
                 return dq_acc[...]
 
             dq = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32)) * self.logits.factor
-            smem = s["dq_smem" if apart else "q_smem"].at[w]
+            smem = scratch["dq_smem" if apart else "q_smem"].at[w]
             return blocks + (row[3] - row[0]), [(dq, smem, dq_ref.at[b, own, h])]
 
         def compute(scrub) -> None:
-            compute_tiles(self.walk, s, w, scrub, fetch_own, partial(work, scrub), apart=apart)
+            compute_tiles(self.walk, scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
 
-        pl.when(w < 2)(lambda: act("compute", s, compute))
-        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, k_ref, v_ref, refs, s)))
+        pl.when(w < 2)(lambda: act("compute", scratch, compute))
+        pl.when(w == 2)(lambda: act("copy", scratch, partial(self._copy, k_ref, v_ref, refs, scratch)))
 
-    def _copy(self, k_ref, v_ref, refs, s, scrub) -> None:
+    def _copy(self, k_ref, v_ref, refs, scratch, scrub) -> None:
         block, slots = self.config.dq_block_k, self.config.dq_slots
 
         def feed(n, blocks):
@@ -190,18 +184,22 @@ class _QueryGradient(_Gradient):
                     t = 2 * blocks + which
                     slot = lax.rem(t, jnp.int32(slots))
                     at = (batch_index(source, b), pl.ds(j * block, block), h_kv)
-                    pl.when(t >= slots)(lambda slot=slot: plgpu.barrier_wait(s["free"].at[slot]))
+                    pl.when(t >= slots)(lambda slot=slot: plgpu.barrier_wait(scratch["free"].at[slot]))
                     how = ()
                     if self.masks.mixed and source is k_ref:
-                        how = (jnp.logical_and(scrub, masked_block(row, j)), s["raw"], flags_of(s, slot, block))
-                    fetch(source.at[at], s["kv_smem"].at[slot], s["ready"].at[slot], *how)
+                        how = (
+                            jnp.logical_and(scrub, masked_block(row, j)),
+                            scratch["raw"],
+                            flags_of(scratch, slot, block),
+                        )
+                    fetch(source.at[at], scratch["kv_smem"].at[slot], scratch["ready"].at[slot], *how)
                 return blocks + 1
 
             return lax.fori_loop(row[0], row[3], copy, blocks)
 
-        copy_tiles(self.walk, s, scrub, {"free": 2}, feed)
+        copy_tiles(self.walk, scratch, scrub, {"free": 2}, feed)
 
-    def _step(self, refs, s, dq_acc, own, place, rows, lse, delta, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, dq_acc, own, place, rows, lse, delta, scrub) -> Callable[..., Any]:
         b, before = place
         block, slots = self.config.dq_block_k, self.config.dq_slots
         shape = (64, block)
@@ -209,32 +207,32 @@ class _QueryGradient(_Gradient):
         def step(i, carry, *, masked: bool):
             t = 2 * (i + before)
             k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
-            k_smem, v_smem = s["kv_smem"].at[k_slot], s["kv_smem"].at[v_slot]
+            k_smem, v_smem = scratch["kv_smem"].at[k_slot], scratch["kv_smem"].at[v_slot]
 
             def products(s_acc, dp_acc):
-                plgpu.barrier_wait(s["ready"].at[k_slot])
+                plgpu.barrier_wait(scratch["ready"].at[k_slot])
                 plgpu.wgmma(s_acc, own[0], k_smem.T)
-                plgpu.barrier_wait(s["ready"].at[v_slot])
+                plgpu.barrier_wait(scratch["ready"].at[v_slot])
                 plgpu.wgmma(dp_acc, own[1], v_smem.T)
                 keep = self.masks.keep(refs, rows, b, i * block, shape) if masked else None
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
-                    x += across(flags(s, k_slot, block, scrub), shape, 1)
+                    x += across(flags(scratch, k_slot, block, scrub), shape, 1)
                 p, slope = self.weights(x, across(lse, shape, 0), keep)
                 dp = dp_acc[...]
-                plgpu.barrier_arrive(s["free"].at[v_slot])
+                plgpu.barrier_arrive(scratch["free"].at[v_slot])
                 return _logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
 
             ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.wgmma(dq_acc, ds, k_smem)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(s["free"].at[k_slot])
+            plgpu.barrier_arrive(scratch["free"].at[k_slot])
             return carry
 
         return step
 
 
-class _KeyGradients(_Gradient):
+class _QueryLoop(_Gradient):
     """The loop over a group's query heads and their query blocks, and the copies that feed it."""
 
     def _scratch(self, keys: tuple[int, ...]) -> dict[str, Any]:
@@ -261,23 +259,23 @@ class _KeyGradients(_Gradient):
 
         return lax.fori_loop(0, G, one, steps) if G > 1 else one(0, steps)
 
-    def _copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, s, scrub) -> None:
+    def _copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, scratch, scrub) -> None:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
 
         def visit(b, h, row, steps):
             def copy(n, t):
                 slot = lax.rem(t, jnp.int32(stages))
                 rows = pl.ds(n * block, block)
-                pl.when(t >= stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
+                pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
                 for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
-                    ready = s[f"{name}_ready"].at[slot]
-                    smem = s["lse_smem" if name == "q" else "delta_smem"]
+                    ready = scratch[f"{name}_ready"].at[slot]
+                    smem = scratch["lse_smem" if name == "q" else "delta_smem"]
                     plgpu.copy_gmem_to_smem(statistic.at[b, h, rows], smem.at[slot], ready)
                     how = ()
                     if self.masks.mixed:
-                        flag = flags_of(s, n_flag * stages + slot, block)
-                        how = (jnp.logical_and(scrub, masked_block(row, n)), s["raw"], flag)
-                    fetch(tile.at[b, rows, h], s[f"{name}_smem"].at[slot], ready, *how)
+                        flag = flags_of(scratch, n_flag * stages + slot, block)
+                        how = (jnp.logical_and(scrub, masked_block(row, n)), scratch["raw"], flag)
+                    fetch(tile.at[b, rows, h], scratch[f"{name}_smem"].at[slot], ready, *how)
                 return t + 1
 
             return lax.fori_loop(row[0], row[3], copy, steps)
@@ -286,21 +284,21 @@ class _KeyGradients(_Gradient):
             b, h_kv, i = self.walk.place(n)
             return self._over_heads(refs, b, h_kv, i, steps, partial(visit, b))
 
-        copy_tiles(self.walk, s, scrub, {"free": 1}, feed)
+        copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
 
-    def _log_sums(self, s, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
+    def _log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
         """The base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
-        lse = load(s["lse_smem"].at[slot], COL)
+        lse = load(scratch["lse_smem"].at[slot], COL)
         if masked and self.masks.mixed:
             for flag in (slot, self.config.dkv_stages + slot):
-                lse += flags(s, flag, shape[1], scrub)
+                lse += flags(scratch, flag, shape[1], scrub)
         return across(lse, shape, 1)
 
     def _loop(self, refs, b, h_kv, i, steps: Any, step: Callable[..., Any]) -> Any:
         return self._over_heads(refs, b, h_kv, i, steps, lambda h, row, steps: self.runs.loop(row, step, steps))
 
 
-class _KeyGradient(_KeyGradients):
+class _KeyGradient(_QueryLoop):
     """dk and dv of 128 keys, 64 in each compute warpgroup."""
 
     def scratch(self) -> dict[str, Any]:
@@ -309,72 +307,74 @@ class _KeyGradient(_KeyGradients):
         own_ready = {"own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2)}
         return self._scratch((2, 64)) | own_ready | (results if results_apart(self.dims.D) else {})
 
-    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **s: Any) -> None:
+    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **scratch: Any) -> None:
         w = lax.axis_index("warpgroup")
         D, apart = self.dims.D, results_apart(self.dims.D)
 
         def fetch_own(n) -> None:
             b, h_kv, i = self.walk.place(n)
-            for source, target in ((k_ref, s["k_smem"]), (v_ref, s["v_smem"])):
+            for source, target in ((k_ref, scratch["k_smem"]), (v_ref, scratch["v_smem"])):
                 own = source.at[batch_index(source, b), pl.ds(i * 128 + w * 64, 64), h_kv]
-                plgpu.copy_gmem_to_smem(own, target.at[w], s["own_ready"].at[w])
+                plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, steps):
             b, h_kv, i = self.walk.place(n)
             start = i * 128 + w * 64
             rows = self.masks.rows(refs, b, start, 64)
-            plgpu.barrier_wait(s["own_ready"].at[w])
+            plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dk_acc, dv_acc):
-                own = [s[name].at[w] for name in ("k_smem", "v_smem")]
-                step = self._step(refs, s, dk_acc, dv_acc, own, b, rows, scrub)
+                own = [scratch[name].at[w] for name in ("k_smem", "v_smem")]
+                step = self._step(refs, scratch, dk_acc, dv_acc, own, b, rows, scrub)
                 return self._loop(refs, b, h_kv, i, steps, step), dk_acc[...], dv_acc[...]
 
             acc = plgpu.ACC((64, D), jnp.float32)
             steps, dk, dv = pl.run_scoped(sum_up, acc, acc)
             own = (b, pl.ds(start, 64), h_kv)
             return steps, [
-                (dk * self.logits.factor, s["dk_smem" if apart else "k_smem"].at[w], dk_ref.at[own]),
-                (dv, s["dv_smem" if apart else "v_smem"].at[w], dv_ref.at[own]),
+                (dk * self.logits.factor, scratch["dk_smem" if apart else "k_smem"].at[w], dk_ref.at[own]),
+                (dv, scratch["dv_smem" if apart else "v_smem"].at[w], dv_ref.at[own]),
             ]
 
         def compute(scrub) -> None:
-            compute_tiles(self.walk, s, w, scrub, fetch_own, partial(work, scrub), apart=apart)
+            compute_tiles(self.walk, scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
 
-        pl.when(w < 2)(lambda: act("compute", s, compute))
-        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s)))
+        pl.when(w < 2)(lambda: act("compute", scratch, compute))
+        pl.when(w == 2)(
+            lambda: act("copy", scratch, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
+        )
 
-    def _step(self, refs, s, dk_acc, dv_acc, own, b, rows, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, dk_acc, dv_acc, own, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)  # keys by queries
 
         def step(n, t, *, masked: bool):
             slot = lax.rem(t, jnp.int32(stages))
-            q_smem, do_smem = s["q_smem"].at[slot], s["do_smem"].at[slot]
+            q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
 
             def products(s_acc, dp_acc):
-                plgpu.barrier_wait(s["q_ready"].at[slot])
+                plgpu.barrier_wait(scratch["q_ready"].at[slot])
                 plgpu.wgmma(s_acc, own[0], q_smem.T)
-                plgpu.barrier_wait(s["do_ready"].at[slot])
+                plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
-                lse = self._log_sums(s, slot, shape, masked, scrub)
+                lse = self._log_sums(scratch, slot, shape, masked, scrub)
                 p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse, keep)
                 dp = dp_acc[...]
-                delta = across(load(s["delta_smem"].at[slot], COL), shape, 1)
+                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
                 return p.astype(self.dtype), _logits_gradient(p, dp, delta, slope, keep).astype(self.dtype)
 
             p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.wgmma(dv_acc, p, do_smem)
             plgpu.wgmma(dk_acc, ds, q_smem)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step
 
 
-class _SplitKeyGradient(_KeyGradients):
+class _SplitKeyGradient(_QueryLoop):
     """dk and dv of 64 keys: warpgroup 0 sums dv, warpgroup 1 dk."""
 
     def scratch(self) -> dict[str, Any]:
@@ -385,7 +385,7 @@ class _SplitKeyGradient(_KeyGradients):
             "own_ready": plgpu.Barrier(num_barriers=2),
         }
 
-    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **s: Any) -> None:
+    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **scratch: Any) -> None:
         w = lax.axis_index("warpgroup")
 
         def compute(index, source, smem, target, step, factor, scrub) -> None:
@@ -394,30 +394,32 @@ class _SplitKeyGradient(_KeyGradients):
             def fetch_own(n) -> None:
                 b, h_kv, i = self.walk.place(n)
                 own = source.at[batch_index(source, b), pl.ds(i * 64, 64), h_kv]
-                plgpu.copy_gmem_to_smem(own, smem, s["own_ready"].at[index])
+                plgpu.copy_gmem_to_smem(own, smem, scratch["own_ready"].at[index])
 
             def work(n, steps):
                 b, h_kv, i = self.walk.place(n)
                 rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {}
-                plgpu.barrier_wait(s["own_ready"].at[index])
+                plgpu.barrier_wait(scratch["own_ready"].at[index])
 
                 def sum_up(acc):
-                    return self._loop(refs, b, h_kv, i, steps, step(refs, s, acc, b, rows, scrub)), acc[...]
+                    return self._loop(refs, b, h_kv, i, steps, step(refs, scratch, acc, b, rows, scrub)), acc[...]
 
                 steps, gradient = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
                 return steps, [(gradient * factor, smem, target.at[b, pl.ds(i * 64, 64), h_kv])]
 
-            steps = compute_tiles(self.walk, s, index, scrub, fetch_own, work, apart=False)
+            steps = compute_tiles(self.walk, scratch, index, scrub, fetch_own, work, apart=False)
             if index == 0:
-                drain(s["p_free"], steps)
+                drain(scratch["p_free"], steps)
 
-        values = partial(compute, 0, k_ref, s["k_smem"], dv_ref, self._value_step, 1.0)
-        keys = partial(compute, 1, v_ref, s["v_smem"], dk_ref, self._key_step, self.logits.factor)
-        pl.when(w == 0)(lambda: act("compute", s, values))
-        pl.when(w == 1)(lambda: act("compute", s, keys))
-        pl.when(w == 2)(lambda: act("copy", s, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, s)))
+        values = partial(compute, 0, k_ref, scratch["k_smem"], dv_ref, self._value_step, 1.0)
+        keys = partial(compute, 1, v_ref, scratch["v_smem"], dk_ref, self._key_step, self.logits.factor)
+        pl.when(w == 0)(lambda: act("compute", scratch, values))
+        pl.when(w == 1)(lambda: act("compute", scratch, keys))
+        pl.when(w == 2)(
+            lambda: act("copy", scratch, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
+        )
 
-    def _value_step(self, refs, s, dv_acc, b, rows, scrub) -> Callable[..., Any]:
+    def _value_step(self, refs, scratch, dv_acc, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)
 
@@ -425,28 +427,28 @@ class _SplitKeyGradient(_KeyGradients):
             slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
 
             def product(s_acc):
-                plgpu.barrier_wait(s["q_ready"].at[slot])
-                plgpu.wgmma(s_acc, s["k_smem"], s["q_smem"].at[slot].T)
+                plgpu.barrier_wait(scratch["q_ready"].at[slot])
+                plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
-                plgpu.barrier_wait(s["do_ready"].at[slot])
-                p, slope = self.weights(s_acc[...], self._log_sums(s, slot, shape, masked, scrub), keep)
+                plgpu.barrier_wait(scratch["do_ready"].at[slot])
+                p, slope = self.weights(s_acc[...], self._log_sums(scratch, slot, shape, masked, scrub), keep)
                 if slope is None:
                     return p, p
                 # the slope of a masked pair may be nan
                 return p, p * slope if keep is None else jnp.where(keep, p * slope, 0.0)
 
             p, sloped = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-            pl.when(t >= 2)(lambda: plgpu.barrier_wait(s["p_free"].at[buffer]))
-            s["p_smem"].at[buffer][...] = sloped.astype(self.dtype)
-            plgpu.barrier_arrive(s["p_ready"].at[buffer])
-            plgpu.wgmma(dv_acc, p.astype(self.dtype), s["do_smem"].at[slot])
+            pl.when(t >= 2)(lambda: plgpu.barrier_wait(scratch["p_free"].at[buffer]))
+            scratch["p_smem"].at[buffer][...] = sloped.astype(self.dtype)
+            plgpu.barrier_arrive(scratch["p_ready"].at[buffer])
+            plgpu.wgmma(dv_acc, p.astype(self.dtype), scratch["do_smem"].at[slot])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step
 
-    def _key_step(self, refs, s, dk_acc, b, rows, scrub) -> Callable[..., Any]:
+    def _key_step(self, refs, scratch, dk_acc, b, rows, scrub) -> Callable[..., Any]:
         stages = self.config.dkv_stages
         shape = (64, self.config.dkv_block_q)
 
@@ -454,20 +456,20 @@ class _SplitKeyGradient(_KeyGradients):
             slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
 
             def product(dp_acc):
-                plgpu.barrier_wait(s["do_ready"].at[slot])
-                plgpu.wgmma(dp_acc, s["v_smem"], s["do_smem"].at[slot].T)
-                plgpu.barrier_wait(s["p_ready"].at[buffer])
-                p = load(s["p_smem"].at[buffer], WGMMA).astype(jnp.float32)
-                plgpu.barrier_arrive(s["p_free"].at[buffer])
-                delta = across(load(s["delta_smem"].at[slot], COL), shape, 1)
+                plgpu.barrier_wait(scratch["do_ready"].at[slot])
+                plgpu.wgmma(dp_acc, scratch["v_smem"], scratch["do_smem"].at[slot].T)
+                plgpu.barrier_wait(scratch["p_ready"].at[buffer])
+                p = load(scratch["p_smem"].at[buffer], WGMMA).astype(jnp.float32)
+                plgpu.barrier_arrive(scratch["p_free"].at[buffer])
+                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
                 # a weight of 0 is a masked one: what its value holds does not count
                 return _logits_gradient(p, dp_acc[...], delta, None, p != 0.0 if masked else None).astype(self.dtype)
 
             ds = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-            plgpu.barrier_wait(s["q_ready"].at[slot])
-            plgpu.wgmma(dk_acc, ds, s["q_smem"].at[slot])
+            plgpu.barrier_wait(scratch["q_ready"].at[slot])
+            plgpu.wgmma(dk_acc, ds, scratch["q_smem"].at[slot])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +38,15 @@ class Logits:
     def of(cls, call: Call) -> "Logits":
         return cls(call.spec.scale, call.spec.soft_cap)
 
-    def base2(self, s: jax.Array) -> tuple[jax.Array, float, jax.Array | None]:
+    def base2(self, logits: jax.Array) -> tuple[jax.Array, float, jax.Array | None]:
         """x, c and t with base-2 logits x * c, c > 0 (left to the caller's fused multiply-add), t the capped tanh."""
         if self.soft_cap is not None:
             # tanh from exp2: the hardware's own tanh is good to 2^-11, which a cap of 50 turns into 2% of a weight
-            t = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * LOG2_E * self.factor / self.soft_cap)) + 1.0)
+            t = 1.0 - 2.0 / (jnp.exp2(logits * (2.0 * LOG2_E * self.factor / self.soft_cap)) + 1.0)
             return t, self.soft_cap * LOG2_E, t
         if self.factor <= 0.0:
-            return s * (self.factor * LOG2_E), 1.0, None
-        return s, self.factor * LOG2_E, None
+            return logits * (self.factor * LOG2_E), 1.0, None
+        return logits, self.factor * LOG2_E, None
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _padded(x: jax.Array, tile: int, value: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile)), constant_values=value)
 
 
-def eights(x: jax.Array) -> jax.Array:
+def padded_to_8(x: jax.Array) -> jax.Array:
     """x (B, length, ...) with its length grown to a multiple of 8, which Mosaic's tiled copies want."""
     missing = -x.shape[1] % 8
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
@@ -337,204 +337,10 @@ def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def act(role: Literal["compute", "copy"], s: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
-    """A warpgroup's part in a kernel: two compute, and one copies.
-
-    They share the register file: a thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168. Scrubbing
-    spills with 40, and is rare.
-    """
-    if role == "compute":
-        plgpu.set_max_registers(232, action="increase")
-    else:
-        plgpu.set_max_registers(40, action="decrease")
-    _attempts(s, attempt)
-
-
-def retry_scratch(masks: Masks, flags: int, columns: int) -> dict[str, Any]:
-    """What `_attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
-
-    `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
-    of each compute warpgroup's rows, the verdict, and the flags of scrubbed tiles.
-    """
-    if not masks.mixed:
-        return {}
-    return {
-        "marks": plgpu.SMEM((3 + flags, max(64, columns)), jnp.bfloat16),
-        "judged": plgpu.Barrier(num_arrivals=2),
-        "verdict": plgpu.Barrier(),
-        "raw": plgpu.Barrier(),
-    }
-
-
-def nans_of(s: dict[str, Any], w: Any) -> Any:
-    return s["marks"].at[w, pl.ds(0, 64)]
-
-
-def flags_of(s: dict[str, Any], slot: Any, columns: int) -> Any:
-    return s["marks"].at[3 + slot, pl.ds(0, columns)]
-
-
-def _attempts(s: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
-    """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
-
-    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
-    tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All three
-    warpgroups run this loop and read the same verdict.
-    """
-    if "verdict" not in s:
-        attempt(False)
-        return
-
-    @pl.loop(0, 2)
-    def _attempt(n):
-        pl.when(n == 1)(lambda: plgpu.barrier_wait(s["verdict"]))
-
-        @pl.when(jnp.logical_or(n == 0, s["marks"][2, 0].astype(jnp.float32) != 0.0))
-        def _run() -> None:
-            attempt(n == 1)
-
-
-def compute_tiles(
-    walk: Walk,
-    s: dict[str, Any],
-    w: Any,
-    scrub: Any,
-    fetch: Callable[[Any], None],
-    work: Callable[[Any, Any], tuple[Any, list[tuple[jax.Array, Any, Any]]]],
-    *,
-    apart: bool,
-) -> Any:
-    """A compute warpgroup's part of an attempt; how many blocks it took.
-
-    Args:
-        fetch: starts the copies of what the n-th tile owns.
-        work: (n, blocks so far) to blocks so far, and results: (value, shared memory to pass through, where to).
-        apart: whether that shared memory is only for results; if not, the next tile's copies wait until they left.
-    """
-    count = walk.count()
-
-    def following(n: Any) -> None:
-        if not walk.single:
-            pl.when(n + 1 < count)(lambda: fetch(n + 1))
-
-    def tile(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        blocks, nought = carry
-        blocks, results = work(n, blocks)
-        if apart:
-            following(n)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results
-        if nought is not None:
-            nought += sum((value * 0.0).sum(axis=1) for value, _, _ in results if value.ndim == 2)
-        for value, smem, _ in results:
-            smem[...] = value.astype(smem.dtype)
-        plgpu.commit_smem()
-        for _, smem, target in results:
-            plgpu.copy_smem_to_gmem(smem, target)
-        if not apart:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            following(n)
-        return blocks, nought
-
-    if scrub is not False:  # lest the first attempt's results overtake the second's
-        pl.when(scrub)(lambda: plgpu.wait_smem_to_gmem(0))
-    fetch(jnp.int32(0))
-    blocks, nought = walk.loop(tile, (jnp.int32(0), zeros((64,), ROW) if "verdict" in s else None))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _testify(s, w, scrub, nought)
-    return blocks
-
-
-def copy_tiles(
-    walk: Walk, s: dict[str, Any], scrub: Any, rings: dict[str, int], feed: Callable[[Any, Any], Any]
-) -> None:
-    """The copying warpgroup's part: feed(n, blocks so far) -> blocks so far fills the rings for the n-th tile.
-
-    `rings` has the barriers of slots that became free, and how many slots a block takes.
-    """
-    blocks = walk.loop(feed, jnp.int32(0))
-    for free, each in rings.items():
-        drain(s[free], blocks * each)
-    _judge(s, scrub)
-
-
-def drain(free: Any, uses: Any) -> None:
-    """Wait until the slots of a ring that was used so often are free, so that another attempt finds them so."""
-    for slot in range(free.shape[0]):
-        pl.when(uses > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
-
-
-def _testify(s: dict[str, Any], w: Any, scrub: Any, nought: Any) -> None:
-    """Let the judge know whether this compute warpgroup's results hold a nan."""
-
-    def say() -> None:
-        nans_of(s, w)[...] = nought.astype(jnp.bfloat16)
-        plgpu.barrier_arrive(s["judged"])
-
-    if "verdict" in s:
-        pl.when(jnp.logical_not(scrub))(say)
-
-
-def _judge(s: dict[str, Any], scrub: Any) -> None:
-    """Only one warpgroup may reduce to a scalar, since Mosaic's scratch for it is shared."""
-
-    def decide() -> None:
-        plgpu.barrier_wait(s["judged"])
-        first, second = (load(nans_of(s, w), ROW).astype(jnp.float32) for w in range(2))
-        nought = first + second
-        s["marks"][2, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
-        plgpu.barrier_arrive(s["verdict"])
-
-    if "verdict" in s:
-        pl.when(jnp.logical_not(scrub))(decide)
-
-
 def masked_block(row: tuple[Any, ...], i: Any) -> jax.Array:
     """Whether block i of a schedule row lies outside the unmasked run."""
     _, full_lo, full_hi, _ = row
     return jnp.logical_or(i < full_lo, i >= full_hi)
-
-
-def fetch(source: Any, target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:
-    """Copy a tile that is about to be summed over its rows; scrub it, if asked, before anyone reads it."""
-    if flag is None:
-        plgpu.copy_gmem_to_smem(source, target, ready)
-        return
-
-    @pl.when(jnp.logical_not(scrub))
-    def _plain() -> None:
-        plgpu.copy_gmem_to_smem(source, target, ready)
-
-    @pl.when(scrub)
-    def _scrubbed() -> None:
-        plgpu.copy_gmem_to_smem(source, target, raw)
-        plgpu.barrier_wait(raw)
-        _scrub(target, flag)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(ready)
-
-
-def _scrub(tile: Any, flag: Any) -> None:
-    """Zero what is not finite in a tile, and set its rows' flags: nan there, else 0.
-
-    A row that may see it gets its nan back by the flag, added to its weights (or their logits) before they are masked.
-    """
-    rows, D = tile.shape
-    width = 64 if D % 64 == 0 else 32
-    for r in range(0, rows, 64):
-        total = zeros((64,), ROW)
-        for column in range(0, D, width):
-            part = tile.at[pl.ds(r, 64), pl.ds(column, width)]
-            x = load(part, WGMMA)
-            nought = x.astype(jnp.float32) * 0.0  # nan for nan and infinities
-            total += nought.sum(axis=1)
-            part[...] = jnp.where(nought == 0.0, x, jnp.zeros_like(x))
-        flag.at[pl.ds(r, 64)][...] = total.astype(jnp.bfloat16)
-
-
-def flags(s: dict[str, Any], slot: Any, columns: int, scrub: Any) -> jax.Array:
-    """The column flags of a scrubbed tile; zeros where nothing was scrubbed."""
-    nought, marks = zeros((columns,), COL), load(flags_of(s, slot, columns), COL)
-    return jnp.where(nought + scrub.astype(jnp.float32) > 0.0, marks.astype(jnp.float32), nought)
 
 
 def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:
@@ -546,6 +352,11 @@ def tile_ref(shape: tuple[int, ...], dtype: Any) -> Any:
     swizzle = 128 if shape[-1] % 64 == 0 else 64
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def results_apart(head_dim: int) -> bool:
+    """Whether results have shared memory of their own, so that the next tile need not wait until they left."""
+    return head_dim <= 128
 
 
 def launch(
@@ -572,7 +383,7 @@ def launch(
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        # one reduction crosses warps, the judge's: 4 numbers; D256 has no shared memory to spare
+        # one reduction crosses warps, that of nans: 4 numbers; D256 has no shared memory to spare
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=lowering, reduction_scratch_bytes=16),
         kernel_name=name,
     )

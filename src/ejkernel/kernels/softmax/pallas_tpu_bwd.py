@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.common.pallas_tpu import turned
+from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import uncapped_gradient
 from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST, divided, statuses
 from ejkernel.kernels.softmax.pallas_tpu_tiles import (
@@ -230,7 +230,7 @@ def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
                 ds = ds.sum(1, keepdims=True)
             if sums[1] == 1:
                 ds = ds.sum(0, keepdims=True)
-            kept["sum"][...] += turned(ds)
+            kept["sum"][...] += transposed(ds)
 
         tiles.visit(at, step)
 

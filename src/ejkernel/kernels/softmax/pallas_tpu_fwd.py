@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.common.pallas_tpu import turned
+from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import MASKED
 from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST
 from ejkernel.kernels.softmax.pallas_tpu_tiles import At, Refs, Tiles, finite_entries, length_second, scrubbed
@@ -67,7 +67,7 @@ def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: At, masked: 
     if masked:
         # a value that is not finite marks its key: the mask then hides it from all who must not see it
         fine = finite_entries(value).astype(jnp.float32).min(0, keepdims=True)
-        x = jnp.where(turned(fine) > 0.0, x, jnp.nan)
+        x = jnp.where(transposed(fine) > 0.0, x, jnp.nan)
         x = jnp.where(tiles.seen(arrays, at), x, MASKED)
         value = scrubbed(value)
     highest = x.max(0, keepdims=True)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.common import dropout as bits
-from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, turned
+from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, transposed
 from ejkernel.kernels.common.tiles import capped, matmul
 from ejkernel.kernels.softmax.pallas_tpu_steps import MASKED, VISIT, divided, flatten
 from ejkernel.kernels.softmax.schedule import Side
@@ -253,7 +253,7 @@ class Tiles:
             return x
         x *= spec.scale
         if "bias" in refs:
-            x += turned(refs["bias"][...].astype(jnp.float32))
+            x += transposed(refs["bias"][...].astype(jnp.float32))
         return rounded(capped(x, spec.soft_cap), spec.logits_dtype)
 
     def weights(self, x: jax.Array, base: jax.Array) -> jax.Array:
@@ -271,11 +271,11 @@ class Tiles:
             pairs &= at_k < dims.S
         queries, keys = Tokens(at_q + (dims.S - dims.T)), Tokens(at_k)
         if "q_positions" in refs:
-            queries, keys = Tokens(refs["q_positions"][...]), Tokens(turned(refs["kv_positions"][...]))
+            queries, keys = Tokens(refs["q_positions"][...]), Tokens(transposed(refs["kv_positions"][...]))
         if "q_segments" in refs:
             queries = queries._replace(segment=refs["q_segments"][...])
-            keys = keys._replace(segment=turned(refs["kv_segments"][...]))
-        rules = [turned(refs["mask"][...].astype(jnp.int32)) != 0] if "mask" in refs else []
+            keys = keys._replace(segment=transposed(refs["kv_segments"][...]))
+        rules = [transposed(refs["mask"][...].astype(jnp.int32)) != 0] if "mask" in refs else []
         if "pattern" in refs:
             rules.append(self._pattern(refs["pattern"][...], at_q, at_k, at))
         return visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules, divide=_floordivided)

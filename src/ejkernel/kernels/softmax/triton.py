@@ -118,8 +118,8 @@ def default_config(call: Call) -> Config:
 def search_space(call: Call) -> list[Config]:
     base = default_config(call)
     tiles = [Tile(q, k, w, s) for q in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (2, 3)]
-    turned = {t: Tile(t.block_k, t.block_q, t.warps, t.stages) for t in tiles}
-    backward = [replace(base, dq=t, dkv=turned[t], dv=turned[t] if base.dv else None) for t in tiles]
+    swapped = {t: Tile(t.block_k, t.block_q, t.warps, t.stages) for t in tiles}
+    backward = [replace(base, dq=t, dkv=swapped[t], dv=swapped[t] if base.dv else None) for t in tiles]
     return [replace(base, forward=t) for t in tiles] + backward
 
 

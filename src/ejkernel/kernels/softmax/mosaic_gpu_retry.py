@@ -1,0 +1,123 @@
+"""The second attempt of a Mosaic GPU kernel that left a nan: what a mask may hide is scrubbed before it is summed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, Masks, load, zeros
+
+
+def retry_scratch(masks: Masks, flags: int, columns: int) -> dict[str, Any]:
+    """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
+
+    `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
+    of each compute warpgroup's rows, whether there is any, and the flags of scrubbed tiles.
+    """
+    if not masks.mixed:
+        return {}
+    return {
+        "marks": plgpu.SMEM((3 + flags, max(64, columns)), jnp.bfloat16),
+        "reported": plgpu.Barrier(num_arrivals=2),
+        "decided": plgpu.Barrier(),
+        "raw": plgpu.Barrier(),
+    }
+
+
+def nans_of(scratch: dict[str, Any], w: Any) -> Any:
+    return scratch["marks"].at[w, pl.ds(0, 64)]
+
+
+def flags_of(scratch: dict[str, Any], slot: Any, columns: int) -> Any:
+    return scratch["marks"].at[3 + slot, pl.ds(0, columns)]
+
+
+def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
+    """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
+
+    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
+    tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All three
+    warpgroups run this loop and read the same mark.
+    """
+    if "decided" not in scratch:
+        attempt(False)
+        return
+
+    @pl.loop(0, 2)
+    def _attempt(n):
+        pl.when(n == 1)(lambda: plgpu.barrier_wait(scratch["decided"]))
+
+        @pl.when(jnp.logical_or(n == 0, scratch["marks"][2, 0].astype(jnp.float32) != 0.0))
+        def _run() -> None:
+            attempt(n == 1)
+
+
+def report_nans(scratch: dict[str, Any], w: Any, scrub: Any, nought: Any) -> None:
+    """Say whether this compute warpgroup's results hold a nan."""
+
+    def say() -> None:
+        nans_of(scratch, w)[...] = nought.astype(jnp.bfloat16)
+        plgpu.barrier_arrive(scratch["reported"])
+
+    if "decided" in scratch:
+        pl.when(jnp.logical_not(scrub))(say)
+
+
+def decide(scratch: dict[str, Any], scrub: Any) -> None:
+    """Whether there is to be another attempt. One warpgroup reduces to a scalar: Mosaic's scratch for it is shared."""
+
+    def look() -> None:
+        plgpu.barrier_wait(scratch["reported"])
+        first, second = (load(nans_of(scratch, w), ROW).astype(jnp.float32) for w in range(2))
+        nought = first + second
+        scratch["marks"][2, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
+        plgpu.barrier_arrive(scratch["decided"])
+
+    if "decided" in scratch:
+        pl.when(jnp.logical_not(scrub))(look)
+
+
+def fetch(source: Any, target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:
+    """Copy a tile that is about to be summed over its rows; scrub it, if asked, before anyone reads it."""
+    if flag is None:
+        plgpu.copy_gmem_to_smem(source, target, ready)
+        return
+
+    @pl.when(jnp.logical_not(scrub))
+    def _plain() -> None:
+        plgpu.copy_gmem_to_smem(source, target, ready)
+
+    @pl.when(scrub)
+    def _scrubbed() -> None:
+        plgpu.copy_gmem_to_smem(source, target, raw)
+        plgpu.barrier_wait(raw)
+        _scrub(target, flag)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready)
+
+
+def _scrub(tile: Any, flag: Any) -> None:
+    """Zero what is not finite in a tile, and set its rows' flags: nan there, else 0.
+
+    A row that may see it gets its nan back by the flag, added to its weights (or their logits) before they are masked.
+    """
+    rows, D = tile.shape
+    width = 64 if D % 64 == 0 else 32
+    for r in range(0, rows, 64):
+        total = zeros((64,), ROW)
+        for column in range(0, D, width):
+            part = tile.at[pl.ds(r, 64), pl.ds(column, width)]
+            x = load(part, WGMMA)
+            nought = x.astype(jnp.float32) * 0.0  # nan for nan and infinities
+            total += nought.sum(axis=1)
+            part[...] = jnp.where(nought == 0.0, x, jnp.zeros_like(x))
+        flag.at[pl.ds(r, 64)][...] = total.astype(jnp.bfloat16)
+
+
+def flags(scratch: dict[str, Any], slot: Any, columns: int, scrub: Any) -> jax.Array:
+    """The column flags of a scrubbed tile; zeros where nothing was scrubbed."""
+    nought, marks = zeros((columns,), COL), load(flags_of(scratch, slot, columns), COL)
+    return jnp.where(nought + scrub.astype(jnp.float32) > 0.0, marks.astype(jnp.float32), nought)
