@@ -150,15 +150,15 @@ def check_case(case: Case, platform: Platform, *, optimised: bool = False) -> No
 
 
 REVERSE = {"reverse": True}
-PACKED = (0, 0, 7, 7, 80, 81, 113)
-_packed = partial(Case, B=1, T=130, cu=PACKED)
+PACKED = (0, 0, 7, 7, 73, 74, 90)
+_packed = partial(Case, B=1, T=100, cu=PACKED)
 
 LENGTHS = (
     Case("T1", T=1, gates=("gk",)),
     Case("T5-all-reverse", T=5, gates=GATES, options=REVERSE),
     Case("T63-head", T=63, gates=("g_gamma",)),
     Case("T64-token", T=64, gates=("g",)),
-    Case("T130-all", T=130, gates=GATES),
+    Case("T130-all", T=130, B=1, gates=GATES),
     Case("T130-channel", T=130, gates=("gk",)),
 )
 GATED = (
@@ -172,13 +172,13 @@ GATED = (
 STRONG = (
     Case("head-strong", T=130, gates=("g_gamma",), decay="strong"),
     Case("channel-strong", gates=("gk",), decay="strong"),
-    Case("all-strong", gates=GATES, decay="strong"),
+    Case("all-strong", B=1, gates=GATES, decay="strong"),
     Case("token-mixed", T=130, gates=("g",), decay="mixed"),
-    Case("channel-mixed", T=130, gates=("gk",), decay="mixed"),
+    Case("channel-mixed", T=130, B=1, gates=("gk",), decay="mixed"),
     Case("value-channel-mixed", gates=("gv",), decay="mixed"),
     Case("all-mixed-reverse", gates=GATES, decay="mixed", options=REVERSE),
     Case("token-resets", T=130, gates=("g",), decay="resets"),
-    Case("channel-resets", T=130, gates=("gk",), decay="resets"),
+    Case("channel-resets", T=130, B=1, gates=("gk",), decay="resets"),
     Case("channels-resets-reverse", gates=("gk", "gv"), decay="resets", options=REVERSE),
 )
 STATES = (
@@ -210,7 +210,7 @@ PACKINGS = (
     _packed("packed-all-reverse", gates=GATES, options=REVERSE),
     _packed("packed-channel-mixed", gates=("gk",), decay="mixed"),
     _packed("packed-channel-bfloat16", gates=("gk",), dtype="bfloat16"),
-    _packed("packed-whole", cu=(0, 64, 130), gates=("gk",)),
+    _packed("packed-whole", cu=(0, 64, 100), gates=("gk",)),
     _packed("packed-nothing", T=20, cu=(0, 0, 0), gates=("g", "gk")),
     _packed("packed-ones", T=9, cu=(0, 1, 2, 3, 4, 9), gates=("gv",)),
 )

@@ -12,15 +12,10 @@ from ejkernel.bridge import triton_call
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.pieces import cut, most_pieces
 from ejkernel.kernels.linear import walks
-from ejkernel.kernels.linear.chunks import NEAR, NEAR_DECAY
+from ejkernel.kernels.linear.chunks import NEAR
 from ejkernel.kernels.linear.spec import dimensions
-from ejkernel.kernels.linear.triton_walk import (
-    linear_chunk_kernel,
-    linear_join_kernel,
-    linear_scale_kernel,
-    linear_sums_kernel,
-    linear_token_kernel,
-)
+from ejkernel.kernels.linear.triton_gates import linear_gates_kernel, linear_scale_kernel, linear_steps_kernel
+from ejkernel.kernels.linear.triton_walk import linear_chunk_kernel, linear_join_kernel, linear_token_kernel
 from ejkernel.kernels.linear.walks import Walk, Walked
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -140,6 +135,8 @@ class _Walker:
 
     Where sequences are cut into pieces, a first walk finds the states between them. With decays of every channel,
     arrays are multiplied by those beforehand. Both are known by the arrays they are made of.
+
+    `products` of a walk are kept without their factor: in the walk that balances them, it is c.
     """
 
     def __init__(self, config: Config) -> None:
@@ -151,21 +148,22 @@ class _Walker:
     def __call__(self, w: Walk) -> Walked:
         if self.config.chunk == 1 and w.factor is None:
             return _by_token(w, self.config)
-        chunks = self._chunks(w)
-        running = w.balance is not None and w.outer is not None
-        cuts = 0 < self.config.segment < w.a.shape[1]
+        chunks, pieces, states = self._chunks(w), _sequences(w), None
         # sums that run across pieces need the product of both states there
-        if not cuts or (running and self._states(w.a, w.factor) is None):
-            return _by_chunk(w, self.config, _sequences(w), chunks)
-        pieces = _pieces(w, self.config.segment)
-        states = self._states(w.b, w.c)
-        if states is None or (w.with_state and states.final is None):
-            states = _States(w.b, w.c, *_join(w, self.config, pieces, chunks))
-            self.known.append(states)
-        rest = _rests(w, pieces, states, self._states(w.a, w.factor)) if running else w.rest
-        here = replace(w, start=states.starts, rest=rest, with_state=False)
-        walked = _by_chunk(here, self.config, pieces, chunks)
-        return walked._replace(state=states.final if w.with_state else None)
+        others = self._states(w.a, w.factor) if w.balance is not None else None
+        if 0 < self.config.segment < w.a.shape[1] and (w.balance is None or others is not None):
+            pieces, states = _pieces(w, self.config.segment), self._states(w.b, w.c)
+            if states is None or (w.with_state and states.final is None):
+                states = _States(w.b, w.c, *_join(w, self.config, pieces, chunks))
+                self.known.append(states)
+        here = w if states is None else replace(w, start=states.starts, with_state=False)
+        out, strict, state, *_ = _launch(here, self.config, pieces, chunks)
+        state = state if states is None else states.final
+        rest = w.rest if others is None or states is None else _rests(w, pieces, states, others)
+        products = strict if w.balance is None else _gates(w, pieces, strict, rest)
+        return Walked(
+            out if w.with_out else None, state if w.with_state else None, None if w.factor is None else products
+        )
 
     def _states(self, b: Any, c: Any) -> _States | None:
         for states in self.known:
@@ -179,23 +177,37 @@ class _Walker:
         """What a walk needs of its chunks: a walk back looks at what an early one looks back from."""
         if w.inner is None and w.outer is None:
             return _Chunks(w.a, w.b, w.c)
+        chunk = max(self.config.chunk, 16)
         if self.steps is None:
-            self.steps = _steps(w, max(self.config.chunk, 16))
-        a, b, c = (self._scaled(w, *x) for x in ((w.a, w.inner, w.late), (w.b, w.inner, not w.late),
-                                                 (w.c, w.outer, not w.late)))  # fmt: skip
-        halves = [x[1:] if x[1] is None or not w.late else (x[2], x[1]) for x in (a, c)]
-        return _Chunks(a[0], b[0], c[0], self.steps, *halves[0], *halves[1])
+            self.steps = _steps(w, chunk)
+        x, y = (w.b, w.a) if w.late else (w.a, w.b)
+        self._scale(w, x, y, w.inner, chunk)
+        self._scale(w, *((w.c, None) if w.late else (None, w.c)), w.outer, chunk)
+        a, b = self._scaled(w.a, w.inner, w.late), self._scaled(w.b, w.inner, not w.late)
+        c = self._scaled(w.c, w.outer, not w.late)
+        halves = [(x.behind, x.before) if w.late else (x.before, x.behind) for x in (a, c)]
+        return _Chunks(a.x, b.x, c.x, self.steps, *halves[0], *halves[1])
 
-    def _scaled(self, w: Walk, x: jax.Array, gates: jax.Array | None, inverse: bool) -> "_Scaled":
+    def _scaled(self, x: jax.Array, gates: jax.Array | None, inverse: bool) -> "_Scaled":
         if gates is None:
             return _Scaled(x, None, None)
-        for array, decays, inverted, found in self.scaled:
-            if array is x and decays is gates and inverted == inverse:
-                return found
+        key = (id(x), id(gates), inverse)
+        return next(found for *names, found in self.scaled if (id(names[0]), id(names[1]), names[2]) == key)
+
+    def _scale(self, w: Walk, x: Any, y: Any, gates: jax.Array | None, chunk: int) -> None:
+        """Multiply x by decays and y by their inverse, unless that is done."""
+        if gates is None:
+            return
+        known = {(id(array), inverse) for array, decays, inverse, _ in self.scaled if decays is gates}
+        x = None if (id(x), False) in known else x
+        y = None if (id(y), True) in known else y
+        if x is None and y is None:
+            return
         assert self.steps is not None
-        found = _scale(w, x, gates, inverse, self.steps, max(self.config.chunk, 16))
-        self.scaled.append((x, gates, inverse, found))
-        return found
+        scaled_x, scaled_y, before, behind = _scale(w, x, y, gates, self.steps, chunk)
+        for array, inverse, scaled in ((x, False, scaled_x), (y, True, scaled_y)):
+            if array is not None:
+                self.scaled.append((array, gates, inverse, _Scaled(scaled, before, behind)))
 
 
 class _Scaled(NamedTuple):
@@ -275,18 +287,17 @@ def _pieces(w: Walk, size: int) -> _Pieces:
     return _Pieces(rows, rows, size, table, order, first)
 
 
-def _rests(w: Walk, pieces: _Pieces, states: _States, others: _States | None) -> jax.Array:
+def _rests(w: Walk, pieces: _Pieces, states: _States, others: _States) -> jax.Array:
     """What running sums have come to before each piece: the gradient of the state times the state, (B, rows, H, C)."""
-    assert others is not None
     # where this walk begins a piece, the other way has come to the end of it: the start of the next
     there = jnp.roll(others.starts, -1 if w.descending else 1, 1)
-    found = w.scale * (states.starts * there).sum(-2)
+    found = w.scale * (states.starts * there).sum(-2 if w.outer is not None else (-2, -1))
     B, N = w.a.shape[0], 1 if pieces.order is None else w.cu_seqlens.shape[1] - 1  # pyright: ignore
     rest = jnp.zeros((B, N, *found.shape[2:]), jnp.float32) if w.rest is None else w.rest
     if pieces.order is not None:
         sequence = jnp.broadcast_to(jnp.maximum(pieces.order[..., 0], 0), (B, pieces.rows))
         rest = jax.vmap(lambda x, at: x[at])(rest, sequence)
-    return jnp.where(pieces.first[..., None, None], rest, found)
+    return jnp.where(pieces.first.reshape(*pieces.first.shape, *(1,) * (found.ndim - 2)), rest, found)
 
 
 # Launches --------------------------------------------------------------------------------------------------
@@ -338,22 +349,29 @@ def _precision(w: Walk) -> str:
 def _steps(w: Walk, chunk: int) -> jax.Array:
     """(B, H): how many tokens of a head can be done at once, so that decays relative to their middle stay in range."""
     gates = [x for x in (w.inner, w.outer) if x is not None]
-    steps = jnp.full((w.a.shape[0], w.a.shape[2]), chunk, jnp.int32)
-    for x in gates:
-        T = x.shape[1]
-        sums, half = jnp.abs(jnp.maximum(x.astype(jnp.float32), NEAR_DECAY)), 1
-        padding = -T % chunk
-        sums = jnp.pad(sums, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        while half < chunk // 2:
-            half, sums = 2 * half, sums[:, ::2] + sums[:, 1::2]
-            if half < NEAR // (2 * len(gates)):
-                continue
-            # packed sequences begin anywhere: what half a step reaches over lies in two neighbours here
-            reached = sums if w.cu_seqlens is None else sums + jnp.roll(sums, -1, 1)
-            safe = reached.max((1, 3)) <= -NEAR // 2 * NEAR_DECAY / len(gates)
-            steps = jnp.where(safe, steps, jnp.minimum(steps, half))
-    # with both, products have twice the exponents
-    return jnp.maximum(steps, NEAR // len(gates))
+    pieces = _pieces(w, chunk)
+
+    def of(x: jax.Array) -> jax.Array:
+        B, T, H, C = x.shape
+        steps = triton_call(
+            linear_steps_kernel,
+            x,
+            pieces.table,
+            T,
+            out_shape=_struct((B, pieces.rows, H), jnp.int32),
+            grid=(B * pieces.rows * H,),
+            H=H,
+            C=C,
+            ROWS=pieces.rows,
+            BC=_channels(C),
+            CHUNK=chunk,
+            LEAST=NEAR // len(gates),  # with both, products have twice the exponents
+            PACKED=pieces.table is not None,
+            PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
+        )
+        return steps.min(1, initial=chunk)
+
+    return jnp.minimum(of(gates[0]), of(gates[-1])) if len(gates) > 1 else of(gates[0])
 
 
 def _places(w: Walk) -> int:
@@ -362,20 +380,23 @@ def _places(w: Walk) -> int:
     return 2 * T // NEAR + sequences + 1
 
 
-def _scale(w: Walk, x: jax.Array, gates: jax.Array, inverse: bool, steps: jax.Array, chunk: int) -> _Scaled:
-    B, T, H, C = x.shape
+def _scale(w: Walk, x: Any, y: Any, gates: jax.Array, steps: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
+    """x times its decays from the middle of each chunk, y times their inverse, and the decays of both halves."""
+    B, T, H, C = gates.shape
+    given = y if x is None else x
     pieces, block_c = _pieces(w, chunk), min(64, _channels(C))
     # float16 may not hold them
-    dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    scaled = _struct(gates.shape, jnp.float32 if given.dtype == jnp.float16 else given.dtype)
     keep = _struct((B, _places(w), H, C))
-    found = triton_call(
+    return triton_call(
         linear_scale_kernel,
         x,
+        y,
         gates,
         steps,
         pieces.table,
         T,
-        out_shape=[_struct(x.shape, dtype), keep, keep],
+        out_shape=[_nothing() if x is None else scaled, _nothing() if y is None else scaled, keep, keep],
         grid=(B * pieces.rows * H * triton.cdiv(C, block_c),),
         num_stages=1,
         H=H,
@@ -387,20 +408,19 @@ def _scale(w: Walk, x: jax.Array, gates: jax.Array, inverse: bool, steps: jax.Ar
         PACKED=pieces.table is not None,
         PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
         DESCENDING=w.descending != w.late,
-        INVERSE=inverse,
-        PARTS=_parts(gates, x),
+        HAS_X=x is not None,
+        HAS_Y=y is not None,
+        PARTS=_parts(gates, given),
     )
-    return _Scaled(*found)
 
 
 def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: bool = False) -> tuple[jax.Array, ...]:
-    """Out, states, products and totals of the chunk kernel; what is not wanted has no meaning."""
+    """Out, out without own parts, states and totals of the chunk kernel; what is not wanted has no meaning."""
     B, T, H, A = w.a.shape
     C, rows, chunk = w.c.shape[3], pieces.rows, max(config.chunk, 16)
     block_c = min(config.block_c, _channels(C))
     blocks = triton.cdiv(C, block_c)
-    products = w.factor is not None
-    per_channel = w.outer is not None
+    strict = w.factor is not None
     return triton_call(
         linear_chunk_kernel,
         chunks.a,
@@ -416,47 +436,63 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
         chunks.outer_behind,
         w.start,
         pieces.table,
-        w.factor,
-        w.balance if per_channel else None,
-        w.rest if per_channel else None,
         T,
         pieces.tokens,
         w.scale,
         out_shape=[
             _struct(w.c.shape if w.with_out else (1,), w.c.dtype),
+            _struct(w.c.shape) if strict else _nothing(),
             _struct((B, pieces.slots, H, A, C)) if w.with_state else _nothing(),
-            _struct((B, T, H, C if per_channel else blocks)) if products else _nothing(),
             _struct((B, pieces.slots, H, A)) if totals else _nothing(),
-            _struct((B, pieces.slots, H, C)) if totals and per_channel else _nothing(),
+            _struct((B, pieces.slots, H, C)) if totals and w.outer is not None else _nothing(),
         ],
         grid=(B * rows * H * blocks,),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        # without outputs there is room for more
+        num_stages=config.num_stages if w.with_out or strict else 2 * config.num_stages,
         SLOTS=pieces.slots,
         CHUNKS=_places(w),
         BC=block_c,
         CHUNK=chunk,
         HAS_START=w.start is not None,
-        HAS_REST=per_channel and w.rest is not None,
+        WITH_STRICT=strict,
         WITH_STATE=w.with_state,
         WITH_TOTALS=totals,
-        PRODUCTS=products,
-        RUNNING=per_channel and w.balance is not None,
         PARTS=_parts(w.outer, w.a),
         PRECISION=_precision(w),
         **_flags(w, pieces),
     )
 
 
-def _by_chunk(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> Walked:
-    out, state, products, *_ = _launch(w, config, pieces, chunks)
-    if w.outer is None and w.factor is not None:
-        products = products.sum(-1)
-        products = products if w.balance is None else _running_sums(w, w.balance - products)
-    return Walked(
-        out if w.with_out else None,
-        state if w.with_state else None,
-        products if w.factor is not None else None,
+def _gates(w: Walk, pieces: _Pieces, strict: jax.Array, rest: jax.Array | None) -> jax.Array:
+    """The gradients of decays: (B, T, H, C) with outer ones, else (B, T, H)."""
+    B, T, H, C = w.c.shape
+    per_channel, balanced = w.outer is not None, w.balance is not None and w.balance.ndim == 4
+    block_c = min(64, _channels(C)) if per_channel else _channels(C)
+    return triton_call(
+        linear_gates_kernel,
+        w.c,
+        w.balance if balanced else None,
+        w.factor,
+        strict,
+        rest,
+        pieces.table,
+        T,
+        pieces.tokens,
+        out_shape=_struct(w.c.shape if per_channel else (B, T, H)),
+        grid=(B * pieces.rows * H * (triton.cdiv(C, block_c) if per_channel else 1),),
+        H=H,
+        C=C,
+        ROWS=pieces.rows,
+        SLOTS=pieces.slots,
+        BC=block_c,
+        CHUNK=64,
+        PACKED=pieces.table is not None,
+        PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
+        PER_CHANNEL=per_channel,
+        HAS_DX=balanced,
+        HAS_REST=rest is not None,
+        DESCENDING=w.descending,
     )
 
 
@@ -465,7 +501,7 @@ def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[ja
     B, _, H, A = w.a.shape
     C, N = w.c.shape[3], 1 if w.cu_seqlens is None else w.cu_seqlens.shape[1] - 1
     alone = replace(w, start=None, with_out=False, with_state=True, factor=None, balance=None, rest=None)
-    _, local, _, totals, outer_totals = _launch(alone, config, pieces, chunks, totals=True)
+    _, _, local, totals, outer_totals = _launch(alone, config, pieces, chunks, totals=True)
     block_c = _channels(C)
     block_a = max(1, 2048 // block_c)
     starts, final = triton_call(
@@ -527,26 +563,3 @@ def _by_token(w: Walk, config: Config) -> Walked:
         **_flags(w, pieces),
     )
     return Walked(out if w.with_out else None, state if w.with_state else None, None)
-
-
-def _running_sums(w: Walk, x: jax.Array) -> jax.Array:
-    """Sums of (B, T, H) along the walk."""
-    pieces = _sequences(w)
-    B, T, H = x.shape
-    return triton_call(
-        linear_sums_kernel,
-        x,
-        w.rest,
-        pieces.table,
-        T,
-        out_shape=_struct(x.shape),
-        grid=(B * pieces.rows * H,),
-        H=H,
-        ROWS=pieces.rows,
-        SLOTS=pieces.slots,
-        BLOCK=1024,
-        PACKED=pieces.table is not None,
-        PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
-        HAS_REST=w.rest is not None,
-        DESCENDING=w.descending,
-    )

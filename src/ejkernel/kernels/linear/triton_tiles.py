@@ -137,7 +137,7 @@ def _matrix_sums(b_matrix, b_gates, PARTS: tl.constexpr):
 
 
 @triton.jit
-def middle_decays(
+def middle_sums(
     p_gates,
     o_t,
     m_t,
@@ -147,12 +147,11 @@ def middle_decays(
     i_first,
     CHUNK: tl.constexpr,
     BACK: tl.constexpr,
-    INVERSE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """(R, BC): the decay of every channel from the middle of a chunk of `step` tokens to each, or its inverse.
+    """(R, BC): the log decays, in powers of two, from the middle of a chunk of `step` tokens to each; and the gates.
 
-    Both in the order of an early walk; BACK says that the tokens come in that of a walk back.
+    In the order of an early walk; BACK says that the tokens come in that of a walk back.
     """
     o_r = tl.arange(0, CHUNK)[:, None]
     o_l = tl.arange(0, CHUNK)[None, :]
@@ -163,8 +162,7 @@ def middle_decays(
     m_before = (o_l > o_r) & (o_l < i_middle)
     b_reach = tl.where(m_behind, 1.0, 0.0) - tl.where(m_before, 1.0, 0.0)
     b_gates = load_gates(p_gates, o_t, m_t, C, BC, i_first)
-    b_sum = _matrix_sums(b_reach, b_gates, PARTS) * LOG2_E
-    return tl.exp2(-b_sum) if INVERSE else tl.exp2(b_sum)
+    return _matrix_sums(b_reach, b_gates, PARTS) * LOG2_E, b_gates
 
 
 @triton.jit

@@ -17,9 +17,8 @@ from ejkernel.kernels.linear.triton_tiles import (
     decay_logarithm,
     decay_power,
     decays_between,
-    load_gates,
     load_tile,
-    middle_decays,
+    middle_sums,
     place,
     state_offsets,
     store_tile,
@@ -42,15 +41,12 @@ def linear_chunk_kernel(
     p_outer_behind,
     p_start,
     p_pieces,
-    p_factor,
-    p_balance,
-    p_rest,
     T,
     segment,
     scale,
     p_out,
+    p_strict,
     p_state,
-    p_products,
     p_totals,
     p_outer_totals,
     H: tl.constexpr,
@@ -70,14 +66,12 @@ def linear_chunk_kernel(
     HAS_INNER: tl.constexpr,
     HAS_OUTER: tl.constexpr,
     HAS_START: tl.constexpr,
-    HAS_REST: tl.constexpr,
     DESCENDING: tl.constexpr,
     LATE: tl.constexpr,
     WITH_OUT: tl.constexpr,
+    WITH_STRICT: tl.constexpr,
     WITH_STATE: tl.constexpr,
     WITH_TOTALS: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    RUNNING: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -106,11 +100,8 @@ def linear_chunk_kernel(
     p_c += i_token * C
     p_g += i_token
     p_outer += i_token * C
-    p_factor += i_token * C
-    p_balance += i_token * C
     p_out += i_token * C
-    # sums over a block of channels are apart from those of other blocks
-    p_products += i_token * (C if HAS_OUTER else BLOCKS)
+    p_strict += i_token * C
     i_chunk = i_start // step + i_n + (tl.cdiv(n, step) - 1 if DESCENDING else 0)
     i_chunk = ((i_b * CHUNKS + i_chunk) * H + i_h).to(tl.int64)
     o_t = o_i * (DIRECTION * H)
@@ -123,9 +114,6 @@ def linear_chunk_kernel(
     b_gamma = 0.0
     if HAS_GAMMA:
         b_gamma = tl.load(p_gamma + i_b * GAMMA_BATCHED * H + i_h)
-    b_rest = tl.zeros([BC], tl.float32)
-    if HAS_REST:
-        b_rest = tl.load(p_rest + i_row * C + o_c, mask=(o_c < C) & m_real, other=0.0)
     b_totals = tl.zeros([BA], tl.float32)
     b_outer_totals = tl.zeros([BC], tl.float32)
 
@@ -155,7 +143,7 @@ def linear_chunk_kernel(
             if WITH_TOTALS:
                 b_outer_totals += b_before_c + b_behind_c
 
-        if WITH_OUT or PRODUCTS:
+        if WITH_OUT or WITH_STRICT:
             # [CHUNK, CHUNK]
             b_s = wide_dot(b_a, tl.trans(b_b), None, narrow, PRECISION)
             # [CHUNK, BC]
@@ -163,13 +151,12 @@ def linear_chunk_kernel(
             if HAS_HEAD:
                 b_s *= decays_between(b_upto, b_upto_rest, EXACT)
             # above the diagonal it could be infinite
-            if PRODUCTS:
-                # of the others only
+            if WITH_STRICT:
                 b_own = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_s, 0.0), 1)
                 b_s = tl.where(o_i[:, None] > o_i[None, :], b_s, 0.0)
             else:
                 b_s = tl.where(o_i[:, None] >= o_i[None, :], b_s, 0.0)
-            if PRODUCTS:
+            if WITH_STRICT:
                 # what rounding the state has lost: it would add up along the walk
                 b_lost = b_h - b_h.to(narrow).to(tl.float32)
                 b_o = wide_dot(b_a, b_lost, b_o, narrow, PRECISION)
@@ -177,22 +164,15 @@ def linear_chunk_kernel(
                 b_o *= decay_power(b_upto, b_upto_rest, EXACT)[:, None]
             b_o = wide_dot(b_s, b_c, b_o, narrow, PRECISION)
             if HAS_OUTER:
-                b_out = middle_decays(p_outer, o_t, m_l, step, C, BC, i_first, CHUNK, LATE, LATE, PARTS)
+                b_sum, _ = middle_sums(p_outer, o_t, m_l, step, C, BC, i_first, CHUNK, LATE, PARTS)
+                b_out = tl.exp2(-b_sum if LATE else b_sum)
                 b_o *= b_out
             b_o *= scale
-            if PRODUCTS:
-                b_p = load_tile(p_factor, o_t, m_l, C, BC, i_first).to(tl.float32) * b_o
-                if RUNNING:
-                    b_p = load_tile(p_balance, o_t, m_l, C, BC, i_first) - b_p
-                    store_tile(p_products, tl.cumsum(b_p, 0) + b_rest[None, :], o_t, m_i, C, BC, i_first)
-                    b_rest += tl.sum(b_p, 0)
-                elif HAS_OUTER:
-                    store_tile(p_products, b_p, o_t, m_i, C, BC, i_first)
-                else:
-                    tl.store(p_products + o_t * BLOCKS + i_c, tl.sum(b_p, 1), mask=m_i)
-                if WITH_OUT:
-                    b_mine = scale * b_own[:, None] * b_c
-                    b_o += b_mine * b_out if HAS_OUTER else b_mine
+            if WITH_STRICT:
+                # without the token's own part
+                store_tile(p_strict, b_o, o_t, m_i, C, BC, i_first)
+                b_mine = scale * b_own[:, None] * b_c
+                b_o += b_mine * b_out if HAS_OUTER else b_mine
             if WITH_OUT:
                 store_tile(p_out, b_o, o_t, m_i, C, BC, i_first)
 
@@ -214,10 +194,8 @@ def linear_chunk_kernel(
         p_c += o_next * C
         p_g += o_next
         p_outer += o_next * C
-        p_factor += o_next * C
-        p_balance += o_next * C
         p_out += o_next * C
-        p_products += o_next * (C if HAS_OUTER else BLOCKS)
+        p_strict += o_next * C
         i_chunk += DIRECTION * H
 
     if WITH_STATE:
@@ -227,57 +205,6 @@ def linear_chunk_kernel(
             tl.store(p_totals + i_row * A + o_a, b_totals, mask=(o_a < A) & m_real)
         if HAS_OUTER:
             tl.store(p_outer_totals + i_row * C + o_c, b_outer_totals, mask=(o_c < C) & m_real)
-
-
-@triton.jit
-def linear_scale_kernel(
-    p_x,
-    p_gates,
-    p_steps,
-    p_pieces,
-    T,
-    p_scaled,
-    p_before,
-    p_behind,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BC: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PACKED: tl.constexpr,
-    PIECES_BATCHED: tl.constexpr,
-    DESCENDING: tl.constexpr,
-    INVERSE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """x times its decays from the middle of each chunk, or their inverse; and the sums of decays before and behind it.
-
-    A program has CHUNK tokens, which may be several chunks.
-    """
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    DIRECTION: tl.constexpr = -1 if DESCENDING else 1
-    i_b, i_h, i_c, i_start, n, i_slot, i_n = place(p_pieces, T, CHUNK, ROWS, PIECES_BATCHED, PACKED, H, BLOCKS)
-    i_first = i_c * BC
-    o_i = tl.arange(0, CHUNK)
-    o_c = i_first + tl.arange(0, BC)
-    o_t = o_i * (DIRECTION * H)
-    step = tl.load(p_steps + i_b * H + i_h)
-    if (n > 0) & (i_slot >= 0):
-        for i in range(0, n, step):
-            # the tokens of the chunk in the order of the walk
-            i_at = i + step - 1 if DESCENDING else i
-            i_token = ((i_b * T + i_start + i_at) * H + i_h).to(tl.int64)
-            m_i = ((i_at - o_i if DESCENDING else i_at + o_i) < n) & (o_i < step)
-            p_here = p_gates + i_token * C
-            b_decays = middle_decays(p_here, o_t, m_i, step, C, BC, i_first, CHUNK, False, INVERSE, PARTS)
-            b_x = load_tile(p_x + i_token * C, o_t, m_i, C, BC, i_first)
-            store_tile(p_scaled + i_token * C, b_x * b_decays, o_t, m_i, C, BC, i_first)
-            b_gates = load_gates(p_here, o_t, m_i, C, BC, i_first).to(tl.float32)
-            m_first = (o_i < step // 2)[:, None]
-            i_chunk = ((i_b * CHUNKS + (i_start + i) // step + i_n) * H + i_h).to(tl.int64) * C
-            tl.store(p_before + i_chunk + o_c, tl.sum(tl.where(m_first, b_gates, 0.0), 0), mask=o_c < C)
-            tl.store(p_behind + i_chunk + o_c, tl.sum(tl.where(m_first, 0.0, b_gates), 0), mask=o_c < C)
 
 
 @triton.jit
@@ -421,33 +348,3 @@ def linear_join_kernel(
                 b_h *= tl.exp2(b_keep_outer * LOG2_E)[None, :]
             b_h += tl.load(p_local + i_row * A * C + o_s, mask=m_s, other=0.0)
             tl.store(p_final + i_state * A * C + o_s, b_h, mask=m_s & m_last)
-
-
-@triton.jit
-def linear_sums_kernel(
-    p_x,
-    p_rest,
-    p_pieces,
-    T,
-    p_sums,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
-    PIECES_BATCHED: tl.constexpr,
-    HAS_REST: tl.constexpr,
-    DESCENDING: tl.constexpr,
-):
-    """Sums along the walk of one number a token and head: (B, T, H)."""
-    i_b, i_h, _, i_start, n, i_slot, _ = place(p_pieces, T, T, ROWS, PIECES_BATCHED, PACKED, H, 1)
-    m_real = i_slot >= 0
-    b_rest = 0.0
-    if HAS_REST:
-        b_rest = tl.load(p_rest + (i_b * SLOTS + i_slot) * H + i_h, mask=m_real, other=0.0)
-    for i in range(0, n, BLOCK):
-        o_i = i + tl.arange(0, BLOCK)
-        o_t = (i_b * T + i_start + (n - 1 - o_i if DESCENDING else o_i)) * H + i_h
-        b_x = tl.load(p_x + o_t, mask=(o_i < n) & m_real, other=0.0)
-        tl.store(p_sums + o_t, tl.cumsum(b_x, 0) + b_rest, mask=o_i < n)
-        b_rest += tl.sum(b_x, 0)
