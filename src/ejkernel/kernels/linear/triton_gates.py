@@ -33,16 +33,19 @@ def linear_steps_kernel(
     o_i = tl.arange(0, CHUNK)
     m_i = (o_i < n) & (i_slot >= 0)
     p_gates += ((i_b * T + i_start) * H + i_h).to(tl.int64) * C
-    # [tokens, BC], of two neighbours each time: sums over what half a step reaches over
-    b_sum = tl.abs(load_gates(p_gates, o_i * H, m_i, C, BC, 0).to(tl.float32))
-    n_step = CHUNK
+    b_gates = load_gates(p_gates, o_i * H, m_i, C, BC, 0)
+    # node n of a binary tree over the tokens, leaf l being node CHUNK + l: 2 and 3 are the halves, 4 to 7 the quarters
+    o_n = tl.arange(0, CHUNK)
+    n_depth = tl.zeros([CHUNK], tl.int32)
     for k in tl.static_range(1, 8):
-        if (1 << k) <= CHUNK // 2:
-            b_sum = tl.sum(tl.reshape(b_sum, (CHUNK >> k, 2, BC)), 1)
-            if (1 << k) >= LEAST // 2:
-                b_most = tl.max(tl.max(b_sum, 1), 0)
-                # _FAR for one kind of decays, half of it for each of two
-                n_step = tl.where(b_most * 8 <= _FAR * LEAST, n_step, tl.minimum(n_step, 1 << k))
+        n_depth += (o_n >= (1 << k)).to(tl.int32)
+    n_half = CHUNK >> n_depth
+    m_under = (CHUNK + o_i)[None, :] // n_half[:, None] == o_n[:, None]
+    # [CHUNK]: the strongest sum of decays in a channel, over what half a step of 2 * n_half tokens reaches over
+    b_sum = tl.dot(m_under.to(tl.bfloat16), tl.abs(b_gates.to(tl.float32)).to(tl.bfloat16))
+    # _FAR for one kind of decays, half of it for each of two
+    m_far = (tl.max(b_sum, 1) * 8 > _FAR * LEAST) & (o_n > 1)
+    n_step = tl.min(tl.where(m_far, n_half, CHUNK), 0)
     i_row = (tl.program_id(0) // H).to(tl.int64)
     tl.store(p_steps + i_row * H + i_h, tl.maximum(n_step, LEAST))
 
