@@ -73,8 +73,8 @@ def verify(
                 done.append(outcome)
                 progress.advance(bar)
                 if not console.is_terminal:  # no bar in a log
-                    verdict = "ok" if outcome.ok else "FAILED"
-                    console.print(f"{check.operation}, {check.name}, {outcome.platform}: {verdict}", markup=False)
+                    said = "ok" if outcome.ok else "FAILED"
+                    console.print(f"{check.operation}, {check.name}, {outcome.platform}: {said}", markup=False)
     if done:
         console.print(_outcome_table(done))
     _summarise(console, done, refused)
@@ -93,8 +93,8 @@ def _outcome_table(outcomes: "list[Outcome]") -> Table:
         named = (o.check.name, o.platform, o.check.dtype)
         time = "" if o.seconds is None else f"{o.seconds * 1e3:.1f} ms"
         ratio = f"{o.peer_seconds / o.seconds:.1f}x" if o.seconds and o.peer_seconds else ""
-        verdict = "[green]ok[/]" if o.ok else "[red]FAILED[/]"
-        table.add_row(*named, _error(o.output), _error(o.gradient), time, ratio, verdict)
+        said = "[green]ok[/]" if o.ok else "[red]FAILED[/]"
+        table.add_row(*named, _error(o.output), _error(o.gradient), time, ratio, said)
     table.caption = (
         "Errors are the largest against float32; beside them, as a multiple of those of the naive computation in the "
         "same dtype. Times are of a forward and, where there is one, a backward; speed is against jax.nn's."

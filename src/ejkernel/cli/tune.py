@@ -156,10 +156,10 @@ class _Run:
         for operation in work.alike:
             keep(result.entry(operation), self.path)
         self.tuned += 1
-        return _verdict(result)
+        return _outcome(result)
 
 
-def _verdict(result: "Tuned") -> str:
+def _outcome(result: "Tuned") -> str:
     """What won against the default."""
     best, configs = result.best, len(result.seconds) + len(result.failed)
     took = sum(result.seconds[best])

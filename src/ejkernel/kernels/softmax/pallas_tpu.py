@@ -3,13 +3,14 @@
 VMEM of a kernel, in bytes, for tiles of q queries and k keys, inputs of e bytes, and head dimensions D and Dv rounded
 up to whole sublanes. A block that the pipeline copies is there twice, and a row of lanes fills eight sublanes:
 
-    forward   2 * (e * (q + k) * (D + Dv) + 32 * q)                       + 4 * q * Dv + 128 * q    + tiles
-    dq        2 * (e * (q + k) * (D + Dv) + e * q * D + 64 * q)           + 4 * q * D               + tiles
-    dk, dv    2 * (e * (q + k) * (D + Dv) + e * k * (D + Dv) + 64 * q)    + 4 * k * (D + Dv)        + tiles
+    forward   2 * (e * (q + k) * (D + Dv) + 32 * q)                       + scratch + tiles
+    dq        2 * (e * (q + k) * (D + Dv) + e * q * D + 64 * q)           + scratch + tiles
+    dk, dv    2 * (e * (q + k) * (D + Dv) + e * k * (D + Dv) + 64 * q)    + scratch + tiles
 
-`tiles` is 4 * q * k for each tile of logits alive at once: 3; 2 more in float32, whose products take several passes, 2
-more with dropout, 1 more with a bias or a dense mask. Blocks of bias, masks and ids are copied, hence there twice.
-The counts are the smallest round numbers not below what libtpu allocates; see `vmem_bytes`.
+`scratch` is what the kernel keeps from tile to tile, as it asks for it. `tiles` is 4 * q * k for each tile of logits
+alive at once: 3; 2 more in float32, whose products take several passes, 2 more with dropout, 1 more with a bias or a
+dense mask. Blocks of bias, masks and ids are copied, hence there twice. The counts are the smallest round numbers not
+below what libtpu allocates; see `vmem_bytes`.
 """
 
 from collections.abc import Iterator
@@ -72,10 +73,21 @@ def vmem_bytes(call: Call, config: Config) -> dict[str, int]:
         blocks = e * (q + k) * (D + Dv) + _mask_block_bytes(call, q, k)
         blocks += {"forward": row * (1 + 2 * call.spec.with_argmax), "dq": e * q * D + 2 * row}.get(name, 2 * row)
         blocks += {"dkv": e * k * (D + Dv), "dbias": 4 * q * k}.get(name, 0)
-        scratch = {"forward": 4 * q * Dv + 4 * row, "dq": 4 * q * D, "dkv": 4 * k * (D + Dv), "dbias": 4 * q * k}[name]
         live = 3 + 2 * (e == 4) + 2 * bool(call.spec.dropout) + ("bias" in call or "mask" in call)
-        found[name] = 2 * blocks + scratch + live * 4 * q * k
+        found[name] = 2 * blocks + _scratch_bytes(name, call, q, k) + live * 4 * q * k
     return found
+
+
+def _scratch_bytes(name: str, call: Call, q: int, k: int) -> int:
+    """Bytes of what a kernel keeps from tile to tile."""
+    kept = {
+        "forward": lambda: pallas_tpu_fwd.scratch(call, q),
+        "dq": lambda: pallas_tpu_bwd.dquery_scratch(call, q),
+        "dkv": lambda: pallas_tpu_bwd.dkey_dvalue_scratch(call, k),
+        "dbias": lambda: pallas_tpu_bwd.dbias_scratch(call, q, k),
+    }[name]()
+    # all of 32 bits
+    return sum(4 * _up(rows, SUBLANES) * _up(columns, LANES) for (rows, columns), _ in kept.values())
 
 
 def _mask_block_bytes(call: Call, q: int, k: int) -> int:

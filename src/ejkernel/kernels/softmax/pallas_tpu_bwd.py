@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import uncapped_gradient
@@ -20,6 +19,7 @@ from ejkernel.kernels.softmax.pallas_tpu_tiles import (
     At,
     Operand,
     Refs,
+    Scratch,
     Tiles,
     length_last,
     length_second,
@@ -86,12 +86,16 @@ def _tile(
     return kept, ds
 
 
+def dquery_scratch(call: Call, block_q: int) -> dict[str, Scratch]:
+    return {"sum": ((dimensions(call).D, block_q), jnp.float32)}
+
+
 def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     """The gradient of the queries, (B, T, H, D)."""
     tiles = Tiles.of(call, block_q, block_k, "q")
     B, T, _, H, _, D, Dv = tiles.dims
     outputs = {"dq": (jax.ShapeDtypeStruct((B, H, D, T), call["query"].dtype), tiles.of_queries(D))}
-    scratch = {"sum": pltpu.VMEM((D, tiles.block_q), jnp.float32)}
+    scratch = dquery_scratch(call, tiles.block_q)
 
     def softmax_dq(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.here(scalars)
@@ -115,6 +119,11 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     return length_second(tiles.launch(softmax_dq, _operands(tiles, rows), outputs, scratch, 2 * D + Dv)["dq"])
 
 
+def dkey_dvalue_scratch(call: Call, block_k: int) -> dict[str, Scratch]:
+    dims = dimensions(call)
+    return {name: ((dim, block_k), jnp.float32) for name, dim in (("dk", dims.D), ("dv", dims.Dv))}
+
+
 def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys (B, S, Hkv, D) and values (B, S, Hkv, Dv), summed over the query heads that share them."""
     tiles = Tiles.of(call, block_q, block_k, "k")
@@ -123,7 +132,7 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
         "dk": (jax.ShapeDtypeStruct((B, Hkv, D, S), call["key"].dtype), tiles.of_keys(D)),
         "dv": (jax.ShapeDtypeStruct((B, Hkv, Dv, S), call["value"].dtype), tiles.of_keys(Dv)),
     }
-    scratch = {name: pltpu.VMEM((dim, tiles.block_k), jnp.float32) for name, dim in (("dk", D), ("dv", Dv))}
+    scratch = dkey_dvalue_scratch(call, tiles.block_k)
 
     def softmax_dkv(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.here(scalars)
@@ -208,14 +217,19 @@ class BiasTiles(Tiles):
         return _BiasAt(self, index, scalars)
 
 
+def dbias_scratch(call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
+    _, _, T, S = call["bias"].shape
+    return {"sum": ((block_q if T > 1 else 1, block_k if S > 1 else 1), jnp.float32)}
+
+
 def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     """The gradient of the bias in its own shape, summed over the axes it broadcasts along."""
     tiles = BiasTiles.of_bias(call, block_q, block_k)
     bias = call["bias"]
     block = tiles.of_matrix(bias.shape)
-    sums = (tiles.block_q if bias.shape[2] > 1 else 1, tiles.block_k if bias.shape[3] > 1 else 1)
+    scratch = dbias_scratch(call, tiles.block_q, tiles.block_k)
+    sums = scratch["sum"][0]
     outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), block)}
-    scratch = {"sum": pltpu.VMEM(sums, jnp.float32)}
 
     def softmax_dbias(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.here(scalars)

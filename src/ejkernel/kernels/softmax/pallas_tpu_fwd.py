@@ -9,15 +9,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import MASKED
 from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST
-from ejkernel.kernels.softmax.pallas_tpu_tiles import At, Refs, Tiles, finite_entries, length_second, scrubbed
+from ejkernel.kernels.softmax.pallas_tpu_tiles import At, Refs, Scratch, Tiles, finite_entries, length_second, scrubbed
+from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 
 _NOWHERE = 2**30
+
+
+def scratch(call: Call, block_q: int) -> dict[str, Scratch]:
+    """What the kernel keeps from tile to tile of a block of queries."""
+    row = (1, block_q), jnp.float32
+    found = {"top": row, "total": row, "sum": ((dimensions(call).Dv, block_q), jnp.float32)}
+    return found | ({"best": row, "best_at": (row[0], jnp.int32)} if call.spec.with_argmax else {})
 
 
 def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
@@ -29,12 +36,9 @@ def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
         "out": (jax.ShapeDtypeStruct((B, H, Dv, T), call["query"].dtype), tiles.of_queries(Dv)),
         "lse": (jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32), row),
     }
-    lanes = pltpu.VMEM((1, tiles.block_q), jnp.float32)
-    scratch = {"top": lanes, "total": lanes, "sum": pltpu.VMEM((Dv, tiles.block_q), jnp.float32)}
     if call.spec.with_argmax:
         outputs["total"] = outputs["lse"]
         outputs["argmax"] = (jax.ShapeDtypeStruct((B, H, 1, T), jnp.int32), row)
-        scratch |= {"best": lanes, "best_at": pltpu.VMEM((1, tiles.block_q), jnp.int32)}
 
     def softmax_forward(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.here(scalars)
@@ -42,7 +46,8 @@ def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
         tiles.visit(at, lambda masked: _step(tiles, scalars, arrays, kept, at, masked))
         pl.when(at.has(LAST))(lambda: _finish(tiles, outs, kept))
 
-    done = tiles.launch(softmax_forward, tiles.operands(), outputs, scratch, width=tiles.dims.D + Dv)
+    kept = scratch(call, tiles.block_q)
+    done = tiles.launch(softmax_forward, tiles.operands(), outputs, kept, width=tiles.dims.D + Dv)
     done["out"] = length_second(done["out"])
     return {name: x if name == "out" else x[:, :, 0] for name, x in done.items()}
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, transposed
@@ -27,6 +28,8 @@ from ejkernel.types.elements import Tokens, visible
 
 Refs = dict[str, Any]
 Operand = tuple[jax.Array, pl.BlockSpec]
+# shape and dtype of what a kernel keeps from tile to tile
+Scratch = tuple[tuple[int, int], Any]
 
 
 def length_last(x: jax.Array) -> jax.Array:
@@ -296,7 +299,9 @@ class Tiles:
         """Which pairs survive dropout, (block_k, block_q)."""
         return bits.keep(self.seed(scalars, at), *self.indices(at), self.spec.dropout)
 
-    def launch(self, kernel: Any, arrays: dict[str, Operand], outputs: Any, scratch: Any, width: int) -> Any:
+    def launch(
+        self, kernel: Any, arrays: dict[str, Operand], outputs: Any, scratch: dict[str, Scratch], width: int
+    ) -> Any:
         """Run a kernel over the steps; `width` is what the head dimensions of a tile's matmuls add up to."""
         return launch(
             kernel,
@@ -305,7 +310,7 @@ class Tiles:
             scalars=self.scalars(),
             arrays=arrays,
             outputs=outputs,
-            scratch=scratch,
+            scratch={name: pltpu.VMEM(*kept) for name, kept in scratch.items()},
             cost=self.cost(width, arrays, outputs),
             parallel=2,
         )
