@@ -1,6 +1,7 @@
 """Caches of keys and values, and who has which pages of one. Their public path is `ejkernel.types`."""
 
 from ejkernel.cache.allocator import Extension, OutOfPages, PageAllocator
+from ejkernel.cache.states import StateCacheView
 from ejkernel.cache.views import PagedAttentionMetadata, PagedCacheView, TransformerCacheView
 
 __all__ = [
@@ -9,5 +10,6 @@ __all__ = [
     "PageAllocator",
     "PagedAttentionMetadata",
     "PagedCacheView",
+    "StateCacheView",
     "TransformerCacheView",
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         PageAllocator,
         PagedAttentionMetadata,
         PagedCacheView,
+        StateCacheView,
         TransformerCacheView,
     )
 
@@ -26,6 +27,7 @@ __all__ = [
     "PageAllocator",
     "PagedAttentionMetadata",
     "PagedCacheView",
+    "StateCacheView",
     "TransformerCacheView",
     "format_shape",
 ]
