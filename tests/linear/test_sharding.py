@@ -108,11 +108,51 @@ def test_arrays_that_jit_splits():
     agree(evaluate(attend, placed, cotangents()), evaluate(attend, floats(), cotangents()))
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [(P(None, "tp"), "split dimension T over"), (P(None, None, None, "tp"), "split dimension D over")],
-)
-def test_what_cannot_be_split(spec, message):
+ALONG = P(None, "tp")
+
+
+def test_along_the_length(mesh):
+    """Every device has five tokens of each sequence, and the states pass on."""
+    given = floats(2) | {"gv": -jnp.abs(normal("gv", (2, T, H, DV))) / 4}
+    given["gk"] = given["gk"].at[:, 7].set(-jnp.inf)  # a reset
+    got = evaluate(lambda x: attend(x, mesh=mesh, in_specs=(ALONG,) * 3), given, cotangents(2))
+    agree(got, evaluate(attend, given, cotangents(2)))
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_packed_sequences_along_the_length(reverse):
+    """One goes over three devices, one is empty, one begins and ends on a device; nan behind them is not read."""
+    cu = jnp.array([0, 11, 11, 13, 18])
+    given, back = floats(1, 4), cotangents(1, 4)
+    options = {"cu_seqlens": cu, "reverse": reverse}
+    whole = evaluate(lambda x: attend(x, **options), given, back)
+    for name in ("key", "g", "gk"):
+        given[name] = given[name].at[:, 18:].set(jnp.nan)
+    options |= {"mesh": mesh_of(AxisType.Auto), "in_specs": (ALONG,) * 3}
+    agree(evaluate(lambda x: attend(x, **options), given, back), whole)
+
+
+def test_over_all_axes_at_once():
+    """Batch, heads and, over two axes of the mesh, tokens."""
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:8]).reshape(1, 2, 2, 2), ("dp", "a", "b", "tp"))
+    spec = P("dp", ("a", "b"), "tp")
+    got = evaluate(lambda x: attend(x, mesh=mesh, in_specs=(spec,) * 3), floats(), cotangents())
+    agree(got, evaluate(attend, floats(), cotangents()))
+
+
+def test_tokens_are_never_gathered():
+    mesh, given = mesh_of(AxisType.Auto), {name: x for name, x in floats(2).items() if name != "initial_state"}
+
+    def step(given):
+        return jax.grad(lambda x: (recurrent_attention(**x, mesh=mesh, in_specs=(ALONG,) * 3) ** 2).sum())(given)
+
+    shardings = {n: NamedSharding(mesh, ALONG if x.ndim > 2 else P()) for n, x in given.items()}
+    text = jax.jit(step, in_shardings=(shardings,)).lower(given).compile().as_text()
+    assert "collective-permute" in text
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+def test_what_cannot_be_split():
     q, k, v = (floats()[name] for name in ("query", "key", "value"))
-    with pytest.raises(ValueError, match=message):
-        recurrent_attention(q, k, v, mesh=mesh_of(AxisType.Auto), in_specs=(spec,) * 3)
+    with pytest.raises(ValueError, match=r"split dimension D over .* can only be split over B, H, T"):
+        recurrent_attention(q, k, v, mesh=mesh_of(AxisType.Auto), in_specs=(P(None, None, None, "tp"),) * 3)

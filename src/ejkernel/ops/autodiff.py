@@ -22,9 +22,9 @@ def default_rules() -> Iterator[None]:
         yield
 
 
-def _call(plan: Plan, arrays: Arrays, unwanted: frozenset[str] = frozenset()) -> Call:
+def _call(plan: Plan, arrays: Arrays) -> Call:
     """The call as it will run: vmap may have made its batch larger than the one the plan was chosen for."""
-    call = plan.call(arrays, unwanted)
+    call = plan.call(arrays)
     if reasons := plan.implementation.unsupported_config(call, plan.config):
         raise NotImplementedError(
             f"{plan.operation.name}: with the batch of {batch_size(arrays)} that vmap makes, {'; '.join(reasons)}. "
@@ -47,19 +47,15 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     return fold_forward(allow_empty(one), whole)(arrays)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 4))
-@partial(jax.jit, static_argnums=(0, 4))
-def backward(
-    plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays, unwanted: frozenset[str] = frozenset()
-) -> Arrays:
-    """Gradients by array name, from the cotangents of those outputs that have one; none of what is unwanted."""
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
+def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
+    """Gradients by array name, from the cotangents of those outputs that have one."""
 
     def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         with on_mesh_of((arrays, residuals, cotangents)), default_rules():
             assert plan.implementation.backward is not None
-            call = _call(plan, arrays, unwanted)
-            gradients = plan.implementation.backward(call, residuals, cotangents, plan.config)
-            return {name: gradient for name, gradient in gradients.items() if name not in unwanted}
+            return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 
     trained = frozenset(name for name, dims in plan.operation.arrays.items() if dims.grad)
     return fold_backward(allow_empty_gradient(one, trained), trained)(arrays, residuals, cotangents)
@@ -99,18 +95,16 @@ def _execute_fwd(plan: Plan, primals: Any):
     outputs = _named(outputs)
     # what is an output too is kept once
     kept = {name: outputs.get(name, x) for name, x in _named(residuals).items()}
-    # names alone, as the keys of a tree without leaves
-    unwanted = {name: None for name, primal in primals.items() if not primal.perturbed}
-    return outputs, (arrays, kept, unwanted)
+    return outputs, (arrays, kept)
 
 
-def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays, dict[str, None]], cotangents: dict[str, Any]):
-    arrays, residuals, unwanted = saved
+def _execute_bwd(plan: Plan, saved: tuple[Arrays, Arrays], cotangents: dict[str, Any]):
+    arrays, residuals = saved
     given = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
     given = {name: ct for name, ct in given.items() if ct.dtype != jax.dtypes.float0}
     if given and plan.no_gradient is not None:
         raise NotImplementedError(f"{plan.operation.name} cannot be differentiated: {plan.no_gradient}")
-    gradients = backward(plan.gradient or plan, arrays, residuals, given, frozenset(unwanted)) if given else {}
+    gradients = backward(plan.gradient or plan, arrays, residuals, given) if given else {}
     return ({name: gradients.get(name) for name in arrays},)
 
 

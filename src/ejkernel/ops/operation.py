@@ -37,25 +37,24 @@ class Splits:
     Attributes:
         free: letters whose parts never meet: every device computes its own.
         tied: pairs of letters that are split alike, unless the second has size 1 and is whole.
+        passed_on: letters whose parts do meet: `(call, axes, run)` to outputs, on each device, where `call` is its
+            part, `axes` are what the letter is split over, and `run` does a call on this device alone.
         otherwise: for letters that may not be split, what to do instead.
     """
 
     free: tuple[str, ...] = ("B",)
     tied: tuple[tuple[str, str], ...] = ()
+    passed_on: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     otherwise: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A canonical call: static facts in `spec`, the arrays that are present by name, and the device it is for.
-
-    `unwanted` names the arrays whose gradients nobody asks for: a backward may leave them out.
-    """
+    """A canonical call: static facts in `spec`, the arrays that are present by name, and the device it is for."""
 
     spec: Any
     arrays: Arrays
     target: Target = field(default=Target("cpu", "cpu", "cpu"))
-    unwanted: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> jax.Array:
         return self.arrays[name]
@@ -66,10 +65,6 @@ class Call:
     def get(self, name: str) -> Any:
         """The array of that name, or None."""
         return self.arrays.get(name)
-
-    def wants(self, *names: str) -> bool:
-        """Whether the gradient of any of these is asked for, of those that are present."""
-        return any(name in self.arrays and name not in self.unwanted for name in names)
 
     def on(self, target: Target) -> "Call":
         return replace(self, target=target)
@@ -90,8 +85,7 @@ class Implementation:
         search_space: configs worth measuring for a call.
         forward: `(call, config)` to outputs and residuals, both by name.
         backward: `(call, residuals, cotangents, config)` to gradients by array name; the cotangent of an output that
-            nobody differentiates is absent, and `call.unwanted` names arrays whose gradients may be. None where there
-            is no gradient.
+            nobody differentiates is absent. None where there is no gradient.
         unsupported_config: every reason why a config does not fit a call.
         shared_residuals: whether the residuals are those that the operation's other platforms leave and take, so that
             another's backward may follow this forward, and this backward another's forward. If not, what they are may
@@ -187,5 +181,5 @@ class Plan:
     gradient: "Plan | None" = None
     no_gradient: str | None = None
 
-    def call(self, arrays: Arrays, unwanted: frozenset[str] = frozenset()) -> Call:
-        return Call(self.spec, arrays, self.target, unwanted)
+    def call(self, arrays: Arrays) -> Call:
+        return Call(self.spec, arrays, self.target)

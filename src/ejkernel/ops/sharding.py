@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,11 +118,12 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh 
             if axis not in mesh.shape:
                 raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
         parts = _parts(axes, mesh)
-        if parts > 1 and letter not in operation.splits.free:
+        splittable = (*operation.splits.free, *operation.splits.passed_on)
+        if parts > 1 and letter not in splittable:
             instead = operation.splits.otherwise.get(letter)
             raise ValueError(
                 f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over "
-                f"{', '.join(operation.splits.free)}{'' if instead is None else f'; {instead}'}"
+                f"{', '.join(splittable)}{'' if instead is None else f'; {instead}'}"
             )
         if sizes[letter] % parts:
             raise ValueError(
@@ -175,11 +177,18 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
     derived = {n: PartitionSpec(*(found.get(c, ()) or None for c in d.split())) for n, d in operation.outputs.items()}
     wanted = _output_specs(operation, shards.out_specs)
 
-    def local(arrays: Arrays) -> Arrays:
+    def alone(arrays: Arrays) -> Arrays:
         return body(Call(call.spec, arrays, call.target))
 
+    def local(arrays: Arrays) -> Arrays:
+        run = body
+        for letter, pass_on in operation.splits.passed_on.items():
+            if _parts(axes := found.get(letter, ()), mesh) > 1:
+                run = partial(pass_on, axes=axes, run=run)
+        return run(Call(call.spec, arrays, call.target))
+
     # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
-    shapes = jax.eval_shape(local, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
+    shapes = jax.eval_shape(alone, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
     out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
     return _shard_map(local, mesh, (in_specs,), out_specs)(call.arrays)
 

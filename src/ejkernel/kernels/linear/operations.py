@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.linear.sharded import along_length
 from ejkernel.kernels.linear.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
@@ -83,7 +84,7 @@ _family = partial(
     implementations=IMPLEMENTATIONS,
     preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")},
     bucket=bucket,
-    splits=Splits(free=("B", "H")),
+    splits=Splits(free=("B", "H"), passed_on={"T": along_length}),
     example=example,
     probes=probes,
 )

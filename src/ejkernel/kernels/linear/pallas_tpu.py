@@ -125,7 +125,7 @@ def walk(config: Config, target: Target, w: Walk) -> Walked:
     """Take a walk, so many tokens at a time."""
     layout = layout_of(w, config.chunk)
     if 0 in w.a.shape[:3] or layout.sequences == 0:  # no kernel has a grid of nothing
-        return xla.walk(config.chunk, w)
+        return xla.walk(xla.Config(), w)
     steps = Steps(w, config.chunk, layout)
     arrays, outputs = steps.operands(), steps.outputs()
     found = launch(

@@ -1,11 +1,12 @@
 """The canonical call of linear attention: every check and every default is here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 
 from ejkernel.checks.arrays import FLOATS, cumulative_lengths
 from ejkernel.checks.options import flag, number, static_int
@@ -37,12 +38,14 @@ class Spec:
         reverse: whether the state runs from the last token to the first.
         with_out: whether the output is wanted, or the state alone.
         with_state: whether the final state is.
+        constant_gamma: whether `g_gamma` is known while tracing: nobody can ask for its gradient then.
     """
 
     scale: float
     reverse: bool = False
     with_out: bool = True
     with_state: bool = False
+    constant_gamma: bool = False
 
 
 class Dimensions(NamedTuple):
@@ -103,7 +106,12 @@ def canonicalise(
     scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     if scale == 0.0:
         raise ValueError("softmax_scale must not be 0: the output would be")
-    spec = Spec(scale, flag("reverse", reverse), with_state=flag("return_state", return_state))
+    spec = Spec(
+        scale,
+        flag("reverse", reverse),
+        with_state=flag("return_state", return_state),
+        constant_gamma=not isinstance(g_gamma, jax_core.Tracer),
+    )
     order = [name for name in ARRAYS if name in arrays]
     return Call(spec, {name: arrays[name] for name in order})
 
@@ -140,7 +148,8 @@ def lightning_call(
     if heads:  # else its shape is refused below
         with jax.transfer_guard("allow"):  # made on the host: sending it is meant
             decay = jnp.asarray(lightning_decay(heads, layer_idx, num_layers))
-    return canonicalise(query, key, value, None, decay, None, None, initial_state, cu_seqlens, **options)
+    call = canonicalise(query, key, value, None, decay, None, None, initial_state, cu_seqlens, **options)
+    return replace(call, spec=replace(call.spec, constant_gamma=True))
 
 
 def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:

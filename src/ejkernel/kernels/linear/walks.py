@@ -117,7 +117,7 @@ def forward(call: Call, walk: Walker) -> tuple[Arrays, Arrays]:
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) -> Arrays:
-    """Every gradient that is wanted."""
+    """Every gradient; walks for those that nobody uses are left out by the compiler."""
     ahead = forward_walk(call)
     dout, dstate = cotangents.get("out"), cotangents.get("state")
     end = rest = None
@@ -127,17 +127,18 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) ->
         rest = dstate.astype(jnp.float32) * residuals["state"]
     back = replace(ahead, descending=not ahead.descending, late=True, start=end, with_out=True, with_state=False)
     # the decays of all channels of a head: from the side of the values only where their own are wanted anyway
-    by_value = call.wants("gv")
-    by_key = call.wants("gk") or (call.wants("g", "g_gamma") and not by_value)
-    found = _of_query_and_key(call, walk, ahead, back, dout, rest, by_key)
+    heads = "g" in call or ("g_gamma" in call and not call.spec.constant_gamma)
+    by_value = "gv" in call
+    by_key = "gk" in call or (heads and not by_value)
+    found = _of_query_and_key(walk, ahead, back, dout, rest, by_key)
     found |= _of_value(call, walk, ahead, back, dout, rest, by_value)
-    if call.wants("g", "g_gamma"):
+    if heads:
         found |= _of_heads(call, found["gk" if by_key else "gv"])
     return {name: x.astype(call[name].dtype) for name, x in found.items() if name in call}
 
 
 def _of_query_and_key(
-    call: Call, walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
+    walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
 ) -> Arrays:
     """Their gradients; with `gates`, `gk` is that of the key channels' decays, or their sum where they have none."""
     q, k, v, inner, outer = ahead.a, ahead.b, ahead.c, ahead.outer, ahead.inner
@@ -147,14 +148,13 @@ def _of_query_and_key(
     if dout is None:
         found["query"], dout = jnp.zeros_like(q), jnp.zeros_like(v)
         balance = jnp.zeros(k.shape if outer is not None else k.shape[:3], jnp.float32) if gates else None
-    elif call.wants("query") or gates:
+    else:
         found["query"], _, balance = walk(across)
-    if call.wants("key") or gates:
-        back = replace(back, a=v, b=dout, c=q, inner=inner, outer=outer, start=_turned(back.start))
-        if gates:
-            rest = None if rest is None else rest.sum(-1 if outer is not None else (-2, -1))
-            back = replace(back, factor=k, balance=balance, rest=rest)
-        found["key"], _, found["gk"] = walk(back)
+    back = replace(back, a=v, b=dout, c=q, inner=inner, outer=outer, start=_turned(back.start))
+    if gates:
+        rest = None if rest is None else rest.sum(-1 if outer is not None else (-2, -1))
+        back = replace(back, factor=k, balance=balance, rest=rest)
+    found["key"], _, found["gk"] = walk(back)
     return {name: x for name, x in found.items() if x is not None}
 
 
@@ -162,8 +162,6 @@ def _of_value(
     call: Call, walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
 ) -> Arrays:
     """The gradients of the values and the initial state; with `gates`, of the value channels' decays too."""
-    if not (gates or call.wants("value", "initial_state")):
-        return {}
     q, k, v = ahead.a, ahead.b, ahead.c
     if gates:
         rest = None if rest is None else rest.sum(-2)
@@ -171,7 +169,7 @@ def _of_value(
         balance = nothing if dout is None else walk(replace(ahead, with_out=False, factor=dout)).products
         back = replace(back, factor=v, balance=balance, rest=rest)
     back = replace(back, a=k, b=q, c=jnp.zeros_like(v) if dout is None else dout)
-    dv, dstate, dgv = walk(replace(back, with_state=call.wants("initial_state")))
+    dv, dstate, dgv = walk(replace(back, with_state="initial_state" in call))
     dstate = None if dstate is None else dstate * call.spec.scale
     found = {"value": dv, "initial_state": dstate, "gv": dgv}
     return {name: x for name, x in found.items() if x is not None}

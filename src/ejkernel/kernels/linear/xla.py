@@ -12,7 +12,7 @@ from jax import lax
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import chunks, walks
-from ejkernel.kernels.linear.layout import layout_of
+from ejkernel.kernels.linear.layout import Layout, layout_of
 from ejkernel.kernels.linear.spec import dimensions
 from ejkernel.kernels.linear.walks import Walk, Walked
 from ejkernel.ops import Call, Implementation
@@ -22,12 +22,19 @@ from ejkernel.ops.sharding import varying_like
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens per chunk; 1 is the recurrence itself."""
+    """How a walk is cut.
+
+    Attributes:
+        chunk: tokens done at once; 1 is the recurrence itself.
+        group: chunks done side by side: all but the states between them, which pass from one to the next.
+    """
 
     chunk: int = 64
+    group: int = 8
 
     def __post_init__(self) -> None:
         config_ints(self, ("chunk",), power_of_two=True)
+        config_ints(self, ("group",))
 
 
 def unsupported(call: Call) -> list[str]:
@@ -39,15 +46,15 @@ def default_config(call: Call) -> Config:
 
 
 def search_space(call: Call) -> list[Config]:
-    return [Config(chunk) for chunk in (1, 16, 32, 64, 128)]
+    return [Config(chunk, group) for chunk in (1, 16, 32, 64, 128) for group in (1, 8)]
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
-    return walks.forward(call, partial(walk, config.chunk))
+    return walks.forward(call, partial(walk, config))
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
-    return walks.backward(call, residuals, cotangents, partial(walk, config.chunk))
+    return walks.backward(call, residuals, cotangents, partial(walk, config))
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)
@@ -56,48 +63,75 @@ _TOKENS = ("a", "b", "c", "g", "inner", "outer", "factor", "balance")
 _product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
-def walk(chunk: int, w: Walk) -> Walked:
+def walk(config: Config, w: Walk) -> Walked:
     """Take a walk, so many tokens at a time."""
     if w.descending:
-        return unmirrored(walk(chunk, mirrored(w)))
+        return unmirrored(walk(config, mirrored(w)))
     B, _, H, A = w.a.shape
-    C, dtype = w.c.shape[3], w.c.dtype
-    layout = layout_of(w, chunk)
-    tokens = {name: layout.gather(getattr(w, name)) for name in _TOKENS if getattr(w, name) is not None}
-    tokens = {name: x.astype(jnp.float32) for name, x in tokens.items()}
-    tokens |= {
-        name: jnp.maximum(tokens[name], chunks.LEAST_DECAY) for name in ("g", "inner", "outer") if name in tokens
-    }
+    C, layout = w.c.shape[3], layout_of(w, config.chunk)
+    rows = layout.valid.shape[1]
+    group = max(1, min(config.group, rows))
+    starts = jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if w.start is None else w.start
+    channels = (C,) if w.outer is not None else ()
+    rests = jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if w.rest is None else w.rest
+    packed = w.cu_seqlens is not None
+
+    def step(carried: Any, x: tuple[Arrays, Any]) -> tuple[Any, Any]:
+        """A group: tiles (group, B, H, chunk, ...), flags (group, B)."""
+        tile, flags = x
+        (state, rest), many = carried, {name: y.reshape(group * B, *y.shape[2:]) for name, y in tile.items()}
+        gains = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, many))
+        state, (before, behind) = lax.scan(partial(_pass_on, starts if packed else None), state, (flags, *gains))
+        out, products = _outputs(w, many, before.reshape(group * B, *before.shape[2:]))
+        if products is not None:
+            products = products.reshape(group, B, *products.shape[1:])
+        if products is not None and w.balance is not None:
+            products = tile["balance"] - products
+            total = products.sum(3)
+            gains = (total, jnp.ones_like(total))
+            rest, (before, _) = lax.scan(partial(_pass_on, rests if packed else None), rest, (flags, *gains))
+            products = jnp.cumsum(products, 3) + jnp.expand_dims(before, 3)
+        out = out.reshape(group, B, *out.shape[1:]) if w.with_out and out is not None else None
+        return (state, rest), (out, products, behind if w.with_state and packed else None)
+
+    def grouped(x: Any) -> jax.Array:
+        """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
+        x = jnp.moveaxis(jnp.asarray(x), 1, 0)
+        x = jnp.pad(x, ((0, -rows % group), *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(x.shape[0] // group, group, *x.shape[1:])
+
+    tokens = {name: grouped(x) for name, x in _tokens(w, layout).items()}
+    states = varying_like((starts[:, 0], rests[:, 0]), (tokens, starts, rests))
+    (state, _), found = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
+    out, products, behind = (None if x is None else x.reshape(x.shape[0] * group, *x.shape[2:])[:rows] for x in found)
+    return Walked(
+        None if out is None else layout.scatter(out).astype(w.c.dtype),
+        layout.final_states(starts, state, behind) if w.with_state else None,
+        None if products is None else layout.scatter(products),
+    )
+
+
+def _tokens(w: Walk, layout: Layout) -> Arrays:
+    """The arrays of a walk in chunks, float32; the decays of heads in one."""
+    found = {name: layout.gather(getattr(w, name)) for name in _TOKENS if getattr(w, name) is not None}
+    found = {name: x.astype(jnp.float32) for name, x in found.items()}
+    found |= {name: jnp.maximum(found[name], chunks.LEAST_DECAY) for name in ("g", "inner", "outer") if name in found}
     if w.g_gamma is not None:
         # padding of a chunk does not decay the state
         gamma = jnp.where(layout.valid[..., None], jnp.maximum(w.g_gamma, chunks.LEAST_DECAY)[:, None, None], 0)
-        tokens["g"] = tokens.get("g", 0.0) + jnp.moveaxis(gamma, -1, 2)
-    starts = jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if w.start is None else w.start
-    states = (starts[:, 0], jnp.zeros((B, H, C) if w.outer is not None else (B, H), jnp.float32))
-    if w.rest is not None:
-        states = (states[0], w.rest[:, 0])
-    rests = jnp.zeros((B, layout.sequences, *states[1].shape[1:]), jnp.float32) if w.rest is None else w.rest
+        gamma = jnp.moveaxis(gamma, -1, 2)
+        found["g"] = found.get("g", 0.0) + jnp.broadcast_to(gamma, (w.a.shape[0], *gamma.shape[1:]))
+    return found
 
-    def step(carried: Any, x: tuple[Arrays, Any]) -> tuple[Any, Any]:
-        tile, (first, sequence) = x
-        if w.cu_seqlens is not None:
-            at = partial(_rows_at, sequence)
-            carried = tuple(_select(first, at(new), old) for new, old in zip((starts, rests), carried, strict=True))
-        state, rest = carried
-        state, out, products = _chunk(w, tile, state)
-        if products is not None and w.balance is not None:
-            products, rest = _running(tile["balance"] - products, rest)
-        kept = state if w.with_state and w.cu_seqlens is not None else None
-        return (state, rest), (out if w.with_out else None, products, kept)
 
-    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
-    flags = (jnp.moveaxis(layout.first, 1, 0), jnp.moveaxis(layout.sequence, 1, 0))
-    (state, _), (out, products, kept) = lax.scan(step, varying_like(states, (tokens, starts, rests)), (tokens, flags))
-    return Walked(
-        None if out is None else layout.scatter(out).astype(dtype),
-        layout.final_states(starts, state, kept) if w.with_state else None,
-        None if products is None else layout.scatter(products),
-    )
+def _pass_on(starts: jax.Array | None, state: jax.Array, x: Any) -> tuple[jax.Array, Any]:
+    """The state behind a chunk, from the one before; and both. `starts` are those of packed sequences."""
+    (first, sequence), added, keep = x
+    if starts is not None:
+        sequence, first = (jnp.broadcast_to(y, state.shape[:1]) for y in (sequence, first))
+        state = _select(first, _rows_at(sequence, starts), state)
+    behind = keep * state + added
+    return behind, (state, behind)
 
 
 def _rows_at(index: jax.Array, x: jax.Array) -> jax.Array:
@@ -109,30 +143,35 @@ def _select(where: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(where.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
 
-# One chunk: tiles are (B, H, chunk, channels) and (B, H, chunk) --------------------------------------------
+# Chunks: tiles are (B, H, chunk, channels) and (B, H, chunk), where B may be several chunks' -----------------
 
 
-def _chunk(w: Walk, x: Arrays, h: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The state after a chunk, its output and its products."""
+def _gain(w: Walk, x: Arrays) -> tuple[jax.Array, jax.Array]:
+    """What a chunk adds to the state, and how much it keeps of it."""
     chunk = x["a"].shape[2]
-    to_start, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, w.late))
-    a, b, c = x["a"], x["b"], x["c"]
-    out = products = None
-    if w.with_out or w.factor is not None:
-        before = _decayed(a, x, "inner", to_start)
-        before = _decayed(_product("bhia,bhac->bhic", before, h), x, "outer", to_start)
-        others = w.scale * (before + _others(x, _scores(x, w.late), w.late))
-        own = w.scale * _product("bhia,bhia->bhi", a, b)[..., None] * c
-        out = others + own
-        if w.factor is not None:
-            products = x["factor"] * others
-            products = products if w.outer is not None else products.sum(-1)
+    _, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, w.late))
     everything = np.ones((1, chunk), np.float32)
     # g counts once: with the inner decays
-    kept = _decayed(h, x, "inner", everything, turned=True)
-    kept = kept * jnp.exp(_product("rl,bhlc->bhrc", everything, x["outer"])) if "outer" in x else kept
-    b, c = _decayed(b, x, "inner", to_end), _decayed(c, x, "outer", to_end)
-    return kept + _product("bhia,bhic->bhac", b, c), out, products
+    keep = _decayed(jnp.ones((*x["b"].shape[:2], x["b"].shape[3], 1), jnp.float32), x, "inner", everything, turned=True)
+    keep = keep * jnp.exp(_product("rl,bhlc->bhrc", everything, x["outer"])) if "outer" in x else keep
+    b, c = _decayed(x["b"], x, "inner", to_end), _decayed(x["c"], x, "outer", to_end)
+    return _product("bhia,bhic->bhac", b, c), keep
+
+
+def _outputs(w: Walk, x: Arrays, h: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """The output of a chunk and its products, where they are wanted, from the state before it."""
+    if not w.with_out and w.factor is None:
+        return None, None
+    to_start, _ = (m.astype(np.float32) for m in chunks.ends(x["a"].shape[2], w.late))
+    before = _decayed(x["a"], x, "inner", to_start)
+    before = _decayed(_product("bhia,bhac->bhic", before, h), x, "outer", to_start)
+    others = w.scale * (before + _others(x, _scores(x, w.late), w.late))
+    products = None
+    if w.factor is not None:
+        products = x["factor"] * others
+        products = products if w.outer is not None else products.sum(-1)
+    own = w.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
+    return others + own, products
 
 
 def _decayed(y: jax.Array, x: Arrays, name: str, reach: np.ndarray, turned: bool = False) -> jax.Array:
@@ -185,12 +224,6 @@ def _factors(gates: jax.Array, late: bool) -> list[tuple[chunks.Level, jax.Array
     level = chunks.near(chunk, late)
     total = _product("rl,bhlc->bhrc", level.reach.astype(np.float32), jnp.maximum(gates, chunks.NEAR_DECAY))
     return [*found, (level, jnp.exp(total), jnp.exp(-total))]
-
-
-def _running(x: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums along the tokens of a chunk, from what came before it, and the last of them."""
-    sums = jnp.cumsum(x, axis=2) + jnp.expand_dims(rest, 2)
-    return sums, sums[:, :, -1]
 
 
 def mirrored(w: Walk) -> Walk:

@@ -1,0 +1,107 @@
+"""Sequences split over devices along their length: states are passed on, tokens stay where they are."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.linear.spec import dimensions
+from ejkernel.ops import Call
+from ejkernel.ops.operation import Arrays
+
+
+class _Part(NamedTuple):
+    """What the tokens of some devices do to a state: h becomes `keep_k * h * keep_v + state`.
+
+    Attributes:
+        state: (B, N, H, D, Dv).
+        keep_k: (B, N, H, D, 1).
+        keep_v: (B, N, H, 1, Dv).
+    """
+
+    state: jax.Array
+    keep_k: jax.Array
+    keep_v: jax.Array
+
+    def after(self, other: "_Part") -> "_Part":
+        """Both, the other first."""
+        state = self.keep_k * other.state * self.keep_v + self.state
+        return _Part(state, self.keep_k * other.keep_k, self.keep_v * other.keep_v)
+
+
+def along_length(call: Call, axes: tuple[str, ...], run: Callable[[Call], Arrays]) -> Arrays:
+    """A device's part of a call whose tokens are split over `axes`.
+
+    Every device walks along its keys and values once for the state alone, gets the state before its tokens from the
+    others in log2(devices) exchanges of one state per head and sequence, and then does its part as if it were all.
+    """
+    devices, here = lax.axis_size(axes), lax.axis_index(axes)
+    order = devices - 1 - here if call.spec.reverse else here
+    arrays = dict(call.arrays)
+    if "cu_seqlens" in call:
+        # sequences may go on beyond a device: each has a part here, of no tokens perhaps
+        T = call["query"].shape[1]
+        arrays["cu_seqlens"] = jnp.clip(call["cu_seqlens"] - here * T, 0, T)
+    call = replace(call, arrays=arrays)
+    initial = arrays.pop("initial_state", None)
+    alone = replace(call, spec=replace(call.spec, with_out=False, with_state=True), arrays=arrays)
+    part = _Part(run(alone)["state"], *_kept(call))
+    start = _before(part, initial, axes, devices, order, call.spec.reverse)
+    outputs = run(replace(call, arrays=arrays | {"initial_state": start}))
+    if "state" in outputs:
+        last = jnp.where(order == devices - 1, outputs["state"], 0.0)
+        outputs = outputs | {"state": lax.psum(last, axes)}
+    return outputs
+
+
+def _kept(call: Call) -> tuple[jax.Array, jax.Array]:
+    """How much all tokens here keep of the state of every sequence: of key channels, and of value channels."""
+    B, T, H, _, _, N = dimensions(call)
+    if "cu_seqlens" in call:
+        token, cu = jnp.arange(T)[None, :, None], call["cu_seqlens"]
+        member = (cu[:, None, :-1] <= token) & (token < cu[:, None, 1:])
+    else:
+        member = jnp.ones((1, T, 1), bool)
+    member = jnp.broadcast_to(member, (B, T, N))
+
+    def total(gates: jax.Array) -> jax.Array:
+        """(B, T, H, ...) to (B, N, H, ...): selected, not multiplied by zero, for padding may be nan."""
+        some = member.reshape(B, T, N, *(1,) * (gates.ndim - 2))
+        return jnp.where(some, gates.astype(jnp.float32)[:, :, None], 0.0).sum(1)
+
+    log_k = jnp.zeros((B, N, H, 1, 1), jnp.float32)
+    if "g" in call:
+        log_k += total(call["g"])[..., None, None]
+    if "g_gamma" in call:
+        log_k += (member.sum(1)[:, :, None] * call["g_gamma"][:, None])[..., None, None]
+    if "gk" in call:
+        log_k += total(call["gk"])[..., None]
+    log_v = total(call["gv"])[..., None, :] if "gv" in call else jnp.zeros((B, N, H, 1, 1), jnp.float32)
+    return jnp.exp(log_k), jnp.exp(log_v)
+
+
+def _before(
+    part: _Part, initial: jax.Array | None, axes: tuple[str, ...], devices: int, order: jax.Array, reverse: bool
+) -> jax.Array:
+    """The state before a device's tokens: of all devices that come before it, after the initial state."""
+
+    def from_earlier(x: jax.Array, distance: int) -> jax.Array:
+        """That of the device so far before this one; zeros where there is none."""
+        step = -distance if reverse else distance
+        pairs = [(i, i + step) for i in range(devices) if 0 <= i + step < devices]
+        return lax.ppermute(x, axes, pairs)
+
+    distance = 1
+    while distance < devices:
+        earlier = _Part(*(from_earlier(x, distance) for x in part))
+        both = part.after(earlier)
+        part = _Part(*(jnp.where(order >= distance, x, y) for x, y in zip(both, part, strict=True)))
+        distance *= 2
+    before = _Part(*(from_earlier(x, 1) for x in part))
+    # the first device has got zeros, and keeps all of the initial state
+    before = before._replace(keep_k=jnp.where(order == 0, 1.0, before.keep_k))
+    before = before._replace(keep_v=jnp.where(order == 0, 1.0, before.keep_v))
+    return before.state if initial is None else before.keep_k * initial * before.keep_v + before.state
