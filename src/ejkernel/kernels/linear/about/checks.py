@@ -1,5 +1,6 @@
 """A few representative calls of linear attention, each with its definition."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -44,7 +45,6 @@ def checks() -> list[Check]:
     ends = {"cu_seqlens": jnp.array([0, 30, 30, 101, 120])}
     layer = {"layer_idx": 2, "num_layers": 12}
     return [
-        check("per token and head", "recurrent_attention", "B1 T100 H2 D64", "bfloat16", "g"),
         check(
             "every channel, states", "recurrent_attention", "B1 T70 H2 D40 Dv24", "float32", "g", "gk", "gv",
             return_state=True,
@@ -55,5 +55,8 @@ def checks() -> list[Check]:
         ),
         check("per channel", "gla_attention", "B1 T100 H2 D64", "bfloat16", "g"),
         check("layer 2 of 12", "lightning_attention", "B1 T100 H2 D64", "bfloat16", **layer),
-        check("a decode step", "lightning_attention", "B4 T1 H2 D64", "bfloat16", return_state=True, **layer),
+        replace(
+            check("a decode step", "lightning_attention", "B4 T1 H2 D64", "bfloat16", return_state=True, **layer),
+            differentiable=False,
+        ),
     ]  # fmt: skip
