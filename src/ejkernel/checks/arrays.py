@@ -34,6 +34,16 @@ def as_array(name: str, x: ArrayInput) -> jax.Array | np.ndarray:
     return array
 
 
+def float_array(name: str, x: Any) -> jax.Array:
+    """An array of one of the dtypes that queries, keys and values have."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if str(dtype) not in FLOATS:
+        raise TypeError(f"{name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+    return jnp.asarray(x)
+
+
 def int_array(name: str, x: ArrayInput) -> jax.Array:
     """`x` as int32; refuses other kinds of numbers and values that int32 cannot hold."""
     array = as_array(name, x)

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from ejkernel.kernels.common.batch import shards
 from ejkernel.kernels.softmax.blocks import pattern_mask
 from ejkernel.kernels.softmax.operations import BLOCKSPARSE_ATTENTION
-from ejkernel.kernels.softmax.spec import canonicalise, finish, shards
+from ejkernel.kernels.softmax.spec import canonicalise, finish
 from ejkernel.ops import run
 from ejkernel.types import MaskInfo
 

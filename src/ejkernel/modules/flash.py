@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels.common.batch import shards
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.kernels.softmax.spec import canonicalise, finish, shards
+from ejkernel.kernels.softmax.spec import canonicalise, finish
 from ejkernel.ops import run
 from ejkernel.types import MaskInfo
 

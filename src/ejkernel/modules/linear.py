@@ -5,8 +5,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels.common.batch import shards
 from ejkernel.kernels.linear.operations import GLA_ATTENTION, LIGHTNING_ATTENTION, RECURRENT_ATTENTION
-from ejkernel.kernels.linear.spec import canonicalise, finish, gla_call, lightning_call, shards
+from ejkernel.kernels.linear.spec import canonicalise, finish, gla_call, lightning_call
 from ejkernel.ops import run
 
 

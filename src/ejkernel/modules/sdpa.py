@@ -6,8 +6,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels.common.batch import shards
 from ejkernel.kernels.softmax.operations import SCALED_DOT_PRODUCT_ATTENTION
-from ejkernel.kernels.softmax.spec import canonicalise, finish, initial_bias, shards
+from ejkernel.kernels.softmax.spec import canonicalise, finish, initial_bias
 from ejkernel.ops import run
 from ejkernel.types import MaskInfo
 

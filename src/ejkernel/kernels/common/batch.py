@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ejkernel.ops import Shards
+
 Batch = tuple[int, ...]
 
 
@@ -43,3 +45,9 @@ def folded_specs(specs: Any, dimensions: int) -> Any:
     if any(entry is not None for entry in specs[1:dimensions]):
         raise ValueError(f"{specs} splits batch dimensions behind the first, of {dimensions}: only the first may be")
     return PartitionSpec(*specs[:1], *specs[dimensions:])
+
+
+def shards(shape: tuple[int, ...], mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
+    """The caller's words on many devices, whose query has that shape."""
+    dimensions = len(shape) - 3
+    return Shards(mesh, folded_specs(in_specs, dimensions), folded_specs(out_specs, dimensions))

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
 
-from ejkernel.checks.arrays import FLOATS, cumulative_lengths
+from ejkernel.checks.arrays import cumulative_lengths, float_array
 from ejkernel.checks.options import flag, number, static_int
-from ejkernel.kernels.common.batch import Batch, folded, folded_specs, unfolded
-from ejkernel.ops import Call, Dims, Shards
+from ejkernel.kernels.common.batch import Batch, folded, unfolded
+from ejkernel.ops import Call, Dims
 
 ARRAYS = {
     "query": Dims("B T H D", grad=True, broadcasts=False),
@@ -81,7 +81,7 @@ def canonicalise(
     return_state: bool = False,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
-    query, key, value = _floats("query", query), _floats("key", key), _floats("value", value)
+    query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
     batch = _check_shapes(query, key, value)
     *_, T, H, D = query.shape
     Dv = value.shape[-1]
@@ -142,7 +142,7 @@ def lightning_call(
     **options: Any,
 ) -> Call:
     """The canonical call of lightning attention: a decay per head that the layer decides."""
-    shape = _floats("query", query).shape
+    shape = float_array("query", query).shape
     heads = shape[-2] if len(shape) > 1 else 0
     decay = None
     if heads:  # else its shape is refused below
@@ -160,15 +160,6 @@ def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:
         raise ValueError(f"layer_idx={layer_idx} must be below num_layers={num_layers}")
     slope = (8.0 / heads) * (1.0 - layer_idx / num_layers)
     return (-slope * np.arange(heads)).astype(np.float32)
-
-
-def _floats(name: str, x: Any) -> jax.Array:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if str(dtype) not in FLOATS:
-        raise TypeError(f"{name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
-    return jnp.asarray(x)
 
 
 _LAYOUT = "the layout is (batch, length, heads, head_dim)"
@@ -194,7 +185,7 @@ def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """An array of floats of that very shape."""
     if x is None:
         return None
-    x = _floats(name, x)
+    x = float_array(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}, needed {shape}")
     return x
@@ -207,9 +198,3 @@ def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) ->
         return out
     state = outputs["state"]
     return out, state[0] if "cu_seqlens" in call else unfolded(state[:, 0], shape[:-3])
-
-
-def shards(shape: tuple[int, ...], mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
-    """The caller's words on many devices, whose query has that shape."""
-    dimensions = len(shape) - 3
-    return Shards(mesh, folded_specs(in_specs, dimensions), folded_specs(out_specs, dimensions))

@@ -68,11 +68,13 @@ def default_config(call: Call) -> Config:
     wide = max(dims.D, dims.Dv) > 128 or call["query"].dtype == jnp.float32
     block_c = 32 if wide else 64
     chunk = 32 if wide and per_channel else 64
+    if max(dims.D, dims.Dv) > 128 and call["query"].dtype == jnp.float32:
+        chunk = 16  # what fits in the 99 KB of shared memory that small GPUs have
     programs = dims.B * dims.H * triton.cdiv(max(dims.D, dims.Dv), block_c)
-    return Config(chunk, _segment(dims.T, dims.N, programs, call.target.cores or 132), block_c, 8 if wide else 4)
+    return Config(chunk, _segment(dims.T, programs, call.target.cores or 132), block_c, 8 if wide else 4)
 
 
-def _segment(T: int, N: int, programs: int, cores: int) -> int:
+def _segment(T: int, programs: int, cores: int) -> int:
     """Tokens of a piece: none where sequences alone keep the chip busy, else a power of two from 512 on."""
     if programs >= cores or T < 1024:
         return 0

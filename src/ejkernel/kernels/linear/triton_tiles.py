@@ -1,4 +1,4 @@
-"""Tiles of linear attention in Triton: tokens in the order of the walk, and the decays between them ."""
+"""Tiles of linear attention in Triton: tokens in the order of the walk, and the decays between them."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ from ejkernel.kernels.linear.chunks import LEAST_DECAY, NEAR_DECAY
 
 _NEAR_DECAY = tl.constexpr(NEAR_DECAY)
 _LEAST_DECAY = tl.constexpr(LEAST_DECAY)
-# sums of whole multiples of 2**-17 are exact in 32 bits, for the decays of a chunk of 64 tokens
-_STEPS = tl.constexpr(2.0**17)
+# sums of whole multiples of 2**-16 are exact in 32 bits, for the decays of a chunk of 128 tokens
+_STEPS = tl.constexpr(2.0**16)
 
 
 @triton.jit

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import FLOATS, cumulative_lengths
+from ejkernel.checks.arrays import FLOATS, cumulative_lengths, float_array
 from ejkernel.checks.options import flag, number, soft_cap
-from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, folded_specs, unfolded
+from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
 from ejkernel.kernels.common.tiles import rounded
-from ejkernel.ops import Call, Dims, Shards
+from ejkernel.ops import Call, Dims
 from ejkernel.types import MaskInfo
 
 ARRAYS = {
@@ -110,7 +110,7 @@ def canonicalise(
     return_lse: bool = False,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
-    query, key, value = _floats("query", query), _floats("key", key), _floats("value", value)
+    query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
     batch = _check_batch(query, key, value)
     query, key, value = folded(query), folded(key), folded(value)
     dims = _check_shapes(query, key, value)
@@ -143,15 +143,6 @@ def canonicalise(
 
 
 # q, k, v ----------------------------------------------------------------------------------------------------
-
-
-def _floats(name: str, x: Any) -> jax.Array:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if str(dtype) not in FLOATS:
-        raise TypeError(f"{name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
-    return jnp.asarray(x)
 
 
 _LAYOUT = "the layout is (batch, length, heads, head_dim)"
@@ -256,7 +247,7 @@ def _key_bits(key: jax.Array) -> jax.Array:
 def _bias(bias: Any, dims: Dimensions, batch: Batch) -> jax.Array | None:
     if bias is None:
         return None
-    bias = _floats("bias", bias)
+    bias = float_array("bias", bias)
     wanted = (*(batch or (1,)), dims.H, dims.T, dims.S)
     shape = (1,) * (len(wanted) - bias.ndim) + bias.shape
     if len(shape) != len(wanted) or any(n not in (1, m) for n, m in zip(shape, wanted, strict=True)):
@@ -275,7 +266,7 @@ def sink_logits(softmax_aux: Any, H: int) -> jax.Array | None:
     """Sinks (H,), (H, n) or (n,) as float32 (H, n)."""
     if softmax_aux is None:
         return None
-    sinks = _floats("softmax_aux", softmax_aux).astype(jnp.float32)
+    sinks = float_array("softmax_aux", softmax_aux).astype(jnp.float32)
     if sinks.ndim == 1 and sinks.shape[0] == H:
         return sinks[:, None]
     if sinks.ndim == 1 and sinks.shape[0] > 0:
@@ -419,9 +410,3 @@ def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
         logits = call.spec.soft_cap * jnp.tanh(logits / call.spec.soft_cap)
     logits = rounded(logits, call.spec.logits_dtype)
     return jnp.where(argmax >= 0, logits, -jnp.inf)
-
-
-def shards(shape: tuple[int, ...], mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
-    """The caller's words on many devices, whose query has that shape."""
-    dimensions = len(shape) - 3
-    return Shards(mesh, folded_specs(in_specs, dimensions), folded_specs(out_specs, dimensions))
