@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import ejkernel
 from ejkernel import modules
 from ejkernel.about.answers import Error
 from ejkernel.about.family import PublicFunction
@@ -33,6 +36,36 @@ def test_help_lists_the_commands():
     assert result.exit_code == 0
     for command in ("info", "verify", "explain", "tune", "support", "bench"):
         assert command in result.output
+
+
+def test_short_help_and_version():
+    for short, long in (("-h", "--help"), ("-V", "--version")):
+        assert run(short).exit_code == 0 and run(short).output == run(long).output
+    assert run("-V").output == f"ejkernel {ejkernel.__version__}\n"
+    assert run("explain", "-h").output == run("explain", "--help").output
+    assert "--install-completion" in run("-h").output
+
+
+def test_python_runs_it_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "ejkernel", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"ejkernel {ejkernel.__version__}\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("explian flash_attention", "explain"),
+        ("explain flash_attention --lenght 4", "--length"),
+        ("explain flash_atention", "flash_attention"),
+        ("explain flash_attention --device h20", "h200"),
+        ("support flash_atention", "flash_attention"),
+        ("tune flash_atention", "flash_attention"),
+    ],
+)
+def test_a_slip_is_told_what_is_meant(command, meant):
+    result = run(*command.split())
+    said = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and re.search(rf"([Dd]id you mean|Possible options:).* '?{meant}", said), said
 
 
 def test_info_names_devices_versions_and_every_platform():
@@ -150,8 +183,8 @@ def test_names_in_the_table_are_whole():
 def test_verify_refuses_unknown_names():
     operation, platform = run("verify", "flesh_attention"), run("verify", "--platform", "abacus")
     assert operation.exit_code == platform.exit_code == 2
-    assert "unknown operation flesh_attention" in operation.output
-    assert "unknown platform abacus" in platform.output
+    assert "unknown operation 'flesh_attention'; did you mean" in operation.output
+    assert "unknown platform 'abacus'" in platform.output
 
 
 def test_verify_of_chosen_operations(monkeypatch):
@@ -224,6 +257,20 @@ def test_explain_ignores_nothing(command, message):
     result = run("explain", *command.split())
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_explain_of_a_device_that_is_not_here():
+    for device, kind, platform in (("h200", "nvidia_h200", "triton"), ("v6e", "tpu_v6_lite", "pallas")):
+        result = run("explain", "gla_attention", "--length", "256", "--device", device)
+        assert result.exit_code == 0, result.output
+        assert f"gla_attention on {kind}: {platform} (" in result.output
+        told = ejkernel.explain(
+            ejkernel.gla_attention, *[jax.ShapeDtypeStruct((1, 256, 8, 64), "bfloat16")] * 3, device=device
+        )
+        assert (told.platform, told.target.kind) == (platform, kind)
+    assert ejkernel.ops.device_kind() != "tpu_v6_lite"
+    result = run("explain", "flash_attention", "--device", "V5e", "--platform", "triton")
+    assert result.exit_code == 1 and "needs an NVIDIA GPU, this call is for tpu" in result.output
 
 
 def commands_in(readme: Path) -> list[str]:

@@ -124,7 +124,7 @@ def test_what_cannot_be_kept_is_said(measured, tmp_path):
     ("command", "code", "message"),
     [
         ("flash_attention --platform cudnn", 1, "not on cudnn: needs an NVIDIA GPU"),
-        ("flash_attention --platform abacus", 2, "unknown platform abacus; known: xla"),
+        ("flash_attention --platform abacus", 2, "unknown platform 'abacus'; known: xla"),
         ("abacus", 2, "unknown operation 'abacus'; known: "),
         ("softmax --length 32", 2, "sizes are those of one operation; softmax has flash_attention"),
         ("flash_attention --chunk-size 4", 2, "flash_attention has no chunk_size"),

@@ -471,24 +471,6 @@ def test_shardings_leave_what_does_not_divide():
     assert spec(batch_axis=None, q_axis=("dp", "missing", "tp")) == (None, None, ("dp", "tp"), None)
 
 
-def test_text_picture():
-    picture = MaskInfo.from_segments([1, 1, -1]).apply_causal().visualize()
-    assert picture.splitlines()[1:] == ["█··", "██·", "···"]
-    coarse = MaskInfo(1000, 2000).apply_causal().visualize(max_cells=4)
-    assert coarse.splitlines()[1:] == ["██▒·", "██▒·", "███▒", "███▒"]
-    heads = MaskInfo.from_attention_mask(np.stack([np.zeros((2, 2)), np.ones((2, 2))]).astype(bool)[None])
-    assert heads.visualize(head=1).splitlines()[1:] == ["██", "██"]
-    with pytest.raises(ValueError, match="head=2"):
-        heads.visualize(head=2)
-    with pytest.raises(ValueError, match="kind"):
-        heads.visualize("svg")  # pyright: ignore[reportArgumentType]
-
-
-def test_figure():
-    figure = MaskInfo(8, 8).apply_causal().visualize("figure")
-    assert figure.axes[0].images[0].get_array().shape == (8, 8)
-
-
 def test_import_is_light():
     code = "import sys, ejkernel.types; assert not {'matplotlib', 'triton', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,6 +8,7 @@ from rich.console import Console
 from ejkernel.cli import screen
 from ejkernel.cli.families import family_of
 from ejkernel.cli.sizes import described
+from ejkernel.ops.target import NAMED
 
 if TYPE_CHECKING:
     from ejkernel.ops import Explanation
@@ -19,13 +20,14 @@ def explain(
     operation: OperationName,
     sizes: dict[str, Any],
     platform: Annotated[str | None, typer.Option(help="Force xla, triton, pallas or cudnn.")] = None,
+    device: Annotated[str | None, typer.Option(help=f"Instead of the one here: {', '.join(NAMED)}.")] = None,
 ) -> None:
-    """Say what a call would run here: platform, config, and why the other platforms would not."""
+    """Say what a call would run here, or on another device: platform, config, and why not the other platforms."""
     from ejkernel.ops import explain as ask
 
     try:
         arguments = described(operation, sizes)
-        answer = ask(family_of(operation).function(operation), **arguments, platform=platform)
+        answer = ask(family_of(operation).function(operation), **arguments, platform=platform, device=device)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
     _print(screen.console(), answer, platform)

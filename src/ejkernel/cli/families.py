@@ -1,6 +1,7 @@
 """The families that there are, and who has an operation."""
 
 from ejkernel.about.family import Family, load_family
+from ejkernel.checks.names import unknown
 from ejkernel.ops.registry import registered_families
 
 
@@ -16,4 +17,4 @@ def family_of(operation: str) -> Family:
         if operation in family.functions:
             return family
     known = sorted(name for family in families().values() for name in family.functions)
-    raise ValueError(f"unknown operation {operation!r}; known: {', '.join(known)}; families: {', '.join(families())}")
+    raise ValueError(f"{unknown('operation', operation, known)}; families: {', '.join(families())}")

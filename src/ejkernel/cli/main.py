@@ -7,12 +7,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import ejkernel
+from ejkernel.checks.names import unknown
 from ejkernel.cli import bench, screen
 from ejkernel.cli.explain import OperationName, explain
 from ejkernel.cli.families import families
 from ejkernel.cli.interrupt import end_on_interrupt
 from ejkernel.cli.sizes import with_sizes
 from ejkernel.cli.tune import tune
+
+SAYS = "Attention for JAX: what runs here, and how well."
 
 if TYPE_CHECKING:
     from ejkernel.about.answers import Error
@@ -50,11 +54,11 @@ def verify(
     from ejkernel.ops import PLATFORMS, list_operations
 
     console = screen.console()
-    unknown = sorted(set(operations or ()) - set(list_operations()))
-    if unknown:
-        raise typer.BadParameter(f"unknown operation {', '.join(unknown)}; known: {', '.join(list_operations())}")
+    for name in operations or ():
+        if name not in list_operations():
+            raise typer.BadParameter(unknown("operation", name, list_operations()))
     if platform not in (None, *PLATFORMS):
-        raise typer.BadParameter(f"unknown platform {platform}; known: {', '.join(PLATFORMS)}")
+        raise typer.BadParameter(unknown("platform", platform, PLATFORMS))
     work, refused = [], {}
     for check in (check for family in families().values() for check in family.checks()):
         if operations and check.operation not in operations:
@@ -164,14 +168,30 @@ def roofline(
     print("\n\n".join(f"{one.title}:\n{one.table}" for one in found))
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ejkernel {ejkernel.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True)
+]
+
+
+def options(version: Version = False) -> None:
+    """What comes before a command."""
+
+
 def make_app() -> typer.Typer:
     """The commands, with the options and benchmarks of the families that there are now."""
     made = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
-        help="Attention for JAX: what runs here, and how well.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help=SAYS,
     )
+    made.callback(help=SAYS)(options)
     for command in (info, verify, with_sizes(explain), with_sizes(tune), support, roofline):
         made.command()(command)
     made.add_typer(bench.make_app(), name="bench")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ejkernel.about.family import Family
+from ejkernel.checks.names import unknown
 from ejkernel.cli import screen
 from ejkernel.cli.families import families, family_of
 from ejkernel.cli.sizes import described
@@ -53,8 +54,8 @@ def tune(
     from ejkernel.ops.target import target_of
     from ejkernel.ops.tuned_files import unsaved, user_file
 
-    if unknown := sorted({*(platform or ())} - {*PLATFORMS}):
-        raise typer.BadParameter(f"unknown platform {', '.join(unknown)}; known: {', '.join(PLATFORMS)}")
+    if strays := sorted({*(platform or ())} - {*PLATFORMS}):
+        raise typer.BadParameter(unknown("platform", strays[0], PLATFORMS))
     try:
         work = _work(what, sizes, quick)
     except (ValueError, TypeError) as error:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ejkernel.ops.target import Target
+from ejkernel.ops.target import Target, assumed, named_target
 
 _EXPLAINING: ContextVar[bool] = ContextVar("ejkernel_explaining", default=False)
 
@@ -88,10 +88,11 @@ def answer(explanation: Explanation) -> NoReturn:
     raise Explained(explanation)
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
     """What a call of a public function would run: platform, config, and every other platform's refusal.
 
-    Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s.
+    Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s. `device`, such as "h200" or "v6e", asks about a device
+    that need not be here; packages that its platforms need must be.
 
     >>> import jax
     >>> from ejkernel import explain
@@ -99,6 +100,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     >>> q = jax.ShapeDtypeStruct((1, 128, 8, 64), "float32")
     >>> explain(flash_attention, q, q, q, causal=True).platform
     'xla'
+    >>> explain(flash_attention, q, q, q, causal=True, device="v6e").platform
+    'pallas'
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     dynamic = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
@@ -111,7 +114,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     token = _EXPLAINING.set(True)
     try:
-        jax.eval_shape(traced, [leaf for leaf, is_struct in zip(leaves, dynamic, strict=True) if is_struct])
+        with assumed(None if device is None else named_target(device)):
+            jax.eval_shape(traced, [leaf for leaf, is_struct in zip(leaves, dynamic, strict=True) if is_struct])
     except Explained as found:
         return found.explanation
     finally:

@@ -3,14 +3,10 @@
 import importlib.util
 from dataclasses import dataclass
 
-from ejkernel.ops.target import Target
+from ejkernel.ops.target import NAMED, Target
 
 # a device of each backend, for questions about hardware that is not here
-TYPICAL = {
-    "cpu": Target("cpu", "cpu", "cpu"),
-    "gpu": Target("gpu", "nvidia_h200", "sm_90"),
-    "tpu": Target("tpu", "tpu_v5_lite", "tpu"),
-}
+TYPICAL = {"cpu": NAMED["cpu"], "gpu": NAMED["h200"], "tpu": NAMED["v5e"]}
 DEVICES = {"cpu": "a CPU", "gpu": "an NVIDIA GPU", "tpu": "a TPU"}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from ejkernel.checks.names import unknown
 from ejkernel.ops.operation import Operation
 
 _FAMILIES: list[str] = []
@@ -43,5 +44,5 @@ def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operatio
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
     found = _operations(registered_families())
     if name not in found:
-        raise ValueError(f"unknown operation {name!r}; known: {', '.join(sorted(found))}")
+        raise ValueError(unknown("operation", name, sorted(found)))
     return found[name]

@@ -1,12 +1,16 @@
 """Which device a call is for: the given mesh, the ambient mesh, the arrays, then the default device."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import core as jax_core
+
+from ejkernel.checks.names import unknown
 
 Device = Any  # jax.Device is an alias that type checkers do not know
 
@@ -36,6 +40,45 @@ class Target:
         return int(match.group(1)) if match else 0
 
 
+# devices that can be asked about where there is none of them
+NAMED = {
+    "cpu": Target("cpu", "cpu", "cpu"),
+    "a100": Target("gpu", "nvidia_a100_sxm4_80gb", "sm_80", cores=108),
+    "h100": Target("gpu", "nvidia_h100_80gb_hbm3", "sm_90", cores=132),
+    "h200": Target("gpu", "nvidia_h200", "sm_90", cores=132),
+    "b200": Target("gpu", "nvidia_b200", "sm_100", cores=148),
+    "l4": Target("gpu", "nvidia_l4", "sm_89", cores=58),
+    "rtx4090": Target("gpu", "nvidia_geforce_rtx_4090", "sm_89", cores=128),
+    "v4": Target("tpu", "tpu_v4", "tpu"),
+    "v5e": Target("tpu", "tpu_v5_lite", "tpu"),
+    "v5p": Target("tpu", "tpu_v5", "tpu"),
+    "v6e": Target("tpu", "tpu_v6_lite", "tpu"),
+}
+
+_ASSUMED: ContextVar[Target | None] = ContextVar("ejkernel_assumed_target", default=None)
+
+
+def named_target(name: str) -> Target:
+    """The device of that name, which need not be here.
+
+    >>> named_target("h200").arch
+    'sm_90'
+    """
+    if name.lower() not in NAMED:
+        raise ValueError(unknown("device", name, NAMED))
+    return NAMED[name.lower()]
+
+
+@contextmanager
+def assumed(target: Target | None) -> Iterator[None]:
+    """Within, calls are planned for that device, wherever they are made; None leaves it to them."""
+    token = _ASSUMED.set(target)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
 def describe_device(device: Device) -> Target:
     """The target that stands for one JAX device."""
     kind = re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_")
@@ -59,6 +102,8 @@ def _ambient_mesh_device() -> Device | None:
 
 def target_of(arrays: Iterable[object], mesh: jax.sharding.Mesh | None = None) -> Target:
     """The device a call on `arrays` is for."""
+    if (given := _ASSUMED.get()) is not None:
+        return given
     if mesh is not None and isinstance(mesh, jax.sharding.Mesh):
         return describe_device(mesh.devices.flat[0])
     if (device := _ambient_mesh_device()) is not None:

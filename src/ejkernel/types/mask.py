@@ -24,7 +24,7 @@ from ejkernel.types.combine import chunked, intersect, same, unite
 from ejkernel.types.parts import ARRAY_FIELDS, STATIC_FIELDS, MaskParts, with_rank
 from ejkernel.types.pattern import BlockPattern
 from ejkernel.types.shardings import mask_shardings
-from ejkernel.types.visualize import figure, text_picture
+from ejkernel.types.visualize import MOST_DRAWN, Kind, checked_cells, drawn, has_values, html, visibility
 
 PUBLIC_NAMES = {
     "q_segment_ids": "q_ids",
@@ -438,10 +438,10 @@ class MaskInfo(MaskParts):
         """
         return mask_shardings(self, mesh, {"B": batch_axis, "H": head_axis, "T": q_axis, "S": kv_axis})
 
-    def visualize(
-        self, kind: Literal["text", "figure"] = "text", *, batch: int = 0, head: int = 0, max_cells: int = 64
-    ) -> Any:
-        """A picture of one row and head: a str, or a matplotlib Figure. Long masks are shown in groups of tokens.
+    def visualize(self, kind: Kind = "text", *, batch: int = 0, head: int = 0, max_cells: int = 64) -> Any:
+        """A picture of one row and head: "text" and "svg" are a str, "figure" a matplotlib Figure.
+
+        Long masks are shown in groups of tokens. A notebook shows the picture by itself.
 
         >>> print(MaskInfo(3, 3).apply_causal().visualize())
         MaskInfo(T=3, S=3, band=(None, 0))  batch 0, head 0; rows: queries, columns: keys
@@ -449,10 +449,15 @@ class MaskInfo(MaskParts):
         ██·
         ███
         """
-        if kind not in ("text", "figure"):
-            raise ValueError(f"kind must be 'text' or 'figure', got {kind!r}")
-        draw = text_picture if kind == "text" else figure
-        return draw(self, batch=batch, head=head, max_cells=static_int("max_cells", max_cells, 1))
+        cells = visibility(self, batch, head, checked_cells(max_cells))
+        title = repr(self) if kind == "figure" else f"{self!r}  batch {batch}, head {head}"
+        return drawn(kind, cells, title, (self.q_len, self.kv_len))
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks; None, which shows the repr, where its values are not known or are very many."""
+        if self.q_len * self.kv_len > MOST_DRAWN or not has_values(*jax.tree.leaves(self)):
+            return None
+        return html(repr(self), self.visualize("svg"))
 
     def _segment_ids(self) -> tuple[Any, Any]:
         m = self.canonical()

@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.checks.arrays import ArrayInput, bool_array, concrete
 from ejkernel.checks.options import int_pair, static_int
+from ejkernel.types.visualize import Kind, block_visibility, checked_cells, drawn, has_values, html
 
 # tokens per block of a pattern that says no size, where nobody else says one
 _UNSAID = 64
@@ -143,6 +144,28 @@ class BlockPattern:
         exists = np.arange(nk) * bk < (np.arange(nq) + 1)[:, None] * bq  # (nq, nk)
         skipped = exists & ~blocks
         return not (skipped[..., :-1, :] & blocks[..., 1:, :]).any()
+
+    def visualize(self, kind: Kind = "text", *, batch: int = 0, head: int = 0, max_cells: int = 64) -> Any:
+        """A picture of one head, a cell per block: "text" and "svg" are a str, "figure" a matplotlib Figure.
+
+        >>> print(BlockPattern.sliding_blocks(3, left=1).visualize())
+        BlockPattern(blocks=(1, 3, 3), block_size=None)  batch 0, head 0; rows: queries, columns: keys
+        █··
+        ██·
+        ·██
+        """
+        blocks = self.blocks if self.blocks.ndim >= 4 else self.blocks[None]
+        shared = blocks.shape[1] == 1 and 0 <= head < (self.num_heads or 1)
+        cells = block_visibility(blocks, batch, 0 if shared else head, checked_cells(max_cells))
+        title = repr(self) if kind == "figure" else f"{self!r}  batch {batch}, head {head}"
+        return drawn(kind, cells, title, self.blocks.shape[-2:], " block")
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: up to four heads; None, which shows the repr, where the blocks are not known."""
+        if not has_values(self.blocks):
+            return None
+        heads = range(min(self.blocks.shape[-3], 4))
+        return html(repr(self), " ".join(self.visualize("svg", head=head) for head in heads))
 
     def fitted(self, q_len: int, kv_len: int) -> "BlockPattern":
         """The pattern with a batch axis, cut to the blocks that these lengths touch: (B|1, H|1, nq, nk)."""
