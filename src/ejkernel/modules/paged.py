@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.paged.calls import (
     PREFILL_LAYOUT,
-    RAGGED_LAYOUT,
     batch_layout,
     page_call,
     prefill_call,
+    ragged_layout,
     ragged_page_call,
 )
 from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION, RAGGED_PAGE_ATTENTION
@@ -98,7 +98,7 @@ def page_attention(
 
 def ragged_page_attention(
     queries: Float[Array, "T H D"],
-    kv_pages: jax.Array,
+    kv_pages: jax.Array | tuple[jax.Array, jax.Array],
     context_lens: Int[Array, " N"],
     block_tables: Int[Array, "N W"],
     query_start_loc: Int[Array, "..."],
@@ -122,17 +122,18 @@ def ragged_page_attention(
 
     Args:
         queries: `(T, H, D)`, the newest tokens of all sequences, one sequence after the other.
-        kv_pages: `(pages, page_size, 2 * Hkv, D)`: keys in the even rows, values in the odd ones.
+        kv_pages: `(pages, page_size, 2 * Hkv, D)`: keys in the even rows, values in the odd ones. Or the pair
+            `(key_pages, value_pages)` of a `PagedCacheView`, `(pages, page_size, Hkv, D)` each.
         context_lens: `(N,)`, keys of each sequence, those of its queries included.
         block_tables: `(N, W)`, the ids of each sequence's pages in order.
         query_start_loc: `(N + 1,)`: sequence n has the queries from entry n up to entry n + 1, and they are its last
             tokens. Rows past entry `num_seqs` come back zero.
         num_seqs: how many sequences there are, None for all; entries past it, in all arrays, are ignored.
         softmax_aux: as in `page_attention`; so are all options.
-        mesh: devices to split heads over: `in_specs` has the specs of queries and kv_pages.
+        mesh: devices to split heads over: `in_specs` has the specs of queries and kv_pages (of a pair, of both).
 
     Returns:
-        `(T, H, D)`.
+        `(T, H, D)`, of a pair `(T, H, Dv)`.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import ragged_page_attention
@@ -159,7 +160,7 @@ def ragged_page_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    split = shards(RAGGED_LAYOUT, mesh, in_specs, out_specs)
+    split = shards(ragged_layout(kv_pages), mesh, in_specs, out_specs)
     outputs = run(RAGGED_PAGE_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
     return finish(call, outputs, queries.shape, batched=False)
 

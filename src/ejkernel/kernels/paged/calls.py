@@ -12,6 +12,7 @@ _PAGES = "(pages, page_size, key heads, head_dim)"
 _CACHES = {"key_pages": "key_cache", "value_pages": "value_cache"}
 _BUFFERS = {"key_pages": "key_buffer", "value_pages": "value_buffer"}
 _WHOLE = {"key_pages": "key", "value_pages": "value", "context_lens": "sequence_end", "starts": "sequence_start"}
+_PAIR = ("key_pages", "value_pages")
 _TABLE: Layout = {"context_lens": ("context_lens", (None, 0)), "block_tables": ("block_tables", (None, 0, 1))}
 
 
@@ -36,9 +37,12 @@ def ragged_page_call(
     num_seqs: Any,
     **options: Any,
 ) -> Call:
-    """Of `ragged_page_attention`: packed queries, interleaved pages."""
+    """Of `ragged_page_attention`: packed queries, pages interleaved or two by two."""
     queries = array("queries", queries, "(tokens, heads, head_dim)", 3)
-    pages = {"kv_pages": cache("kv_pages", kv_pages, "(pages, page_size, 2 * key heads, head_dim)", 4)}
+    if _is_pair(kv_pages):
+        pages = {name: cache(f"{name} of kv_pages", x, _PAGES, 4) for name, x in zip(_PAIR, kv_pages, strict=True)}
+    else:
+        pages = {"kv_pages": cache("kv_pages", kv_pages, "(pages, page_size, 2 * key heads, head_dim)", 4)}
     return canonicalise(
         queries,
         pages,
@@ -107,6 +111,13 @@ def _two_caches(key_cache: Any, value_cache: Any) -> dict[str, Any]:
     }
 
 
+def _is_pair(kv_pages: Any) -> bool:
+    """Whether keys and values have pages of their own."""
+    if isinstance(kv_pages, tuple | list) and len(kv_pages) != 2:
+        raise ValueError(f"kv_pages must be one array or the pair (key_pages, value_pages), got {len(kv_pages)}")
+    return isinstance(kv_pages, tuple | list)
+
+
 def _needed(name: str, x: Any) -> Any:
     if x is None:
         raise TypeError(f"{name} is needed, got None")
@@ -147,14 +158,19 @@ def ragged_decode_layout(query: Any) -> Layout:
     return batch_layout(query, ("key", "value"), ends)
 
 
-RAGGED_LAYOUT: Layout = {
-    "queries": ("query", (None, 0, 1, 2)),
-    "kv_pages": ("kv_pages", (None, 0, 1, 2, 3)),
-    **_TABLE,
-    "query_start_loc": ("query_start", (None, 0)),
-    "num_seqs": ("num_seqs", (None,)),
-    "out": ("out", (None, 0, 1, 2)),
-}
+def ragged_layout(kv_pages: Any) -> Layout:
+    """Of `ragged_page_attention`."""
+    pages = _PAIR if _is_pair(kv_pages) else ("kv_pages",)
+    return {
+        "queries": ("query", (None, 0, 1, 2)),
+        **{name: (name, (None, 0, 1, 2, 3)) for name in pages},
+        **_TABLE,
+        "query_start_loc": ("query_start", (None, 0)),
+        "num_seqs": ("num_seqs", (None,)),
+        "out": ("out", (None, 0, 1, 2)),
+    }
+
+
 PREFILL_LAYOUT: Layout = {
     "query": ("query", (None, 0, 1, 2)),
     "key_cache": ("key_pages", (None, 0, 1, 2, 3)),
