@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import ejgpu
 import ejkernel
 import ejkernel.modules
+import ejkernel.operators
 import ejkernel.ops
 import ejkernel.types
 
@@ -47,7 +49,10 @@ def test_importing_ejkernel_costs_little_more_than_importing_jax():
     pytest.fail(f"importing ejkernel takes {min(ratios):.2f} times as long as importing jax")
 
 
-@pytest.mark.parametrize("module", ["ejkernel", "ejkernel.modules", "ejkernel.types", "ejkernel.ops"])
+@pytest.mark.parametrize(
+    "module",
+    ["ejkernel", "ejkernel.modules", "ejkernel.types", "ejkernel.ops", "ejkernel.operators", "ejgpu", "ejgpu.utils"],
+)
 def test_importing_pulls_in_nothing_heavy(module):
     # jax itself imports libtpu where it is installed
     code = f"import sys, jax; before = set(sys.modules); import {module}; print(*(set(sys.modules) - before))"
@@ -84,10 +89,24 @@ print(*(loaded & {"triton", "jax_triton", "torch", "libtpu"}))
 
 def test_version_and_public_names():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", ejkernel.__version__)
-    for module in (ejkernel, ejkernel.modules, ejkernel.ops, ejkernel.types):
+    for module in (ejkernel, ejkernel.modules, ejkernel.operators, ejkernel.ops, ejkernel.types, ejgpu):
         assert len(set(module.__all__)) == len(module.__all__)
         for name in module.__all__:
             assert getattr(module, name) is not None
+
+
+def test_public_functions_and_types_are_at_the_top():
+    for room in (ejkernel.modules, ejkernel.types):
+        for name in room.__all__:
+            assert getattr(ejkernel, name) is getattr(room, name)
+            assert name in dir(ejkernel)
+    with pytest.raises(AttributeError, match="module 'ejkernel' has no attribute 'flash_atention'"):
+        ejkernel.flash_atention  # noqa: B018
+
+
+def test_they_are_loaded_when_they_are_asked_for():
+    code = "import sys, ejkernel; print('ejkernel.modules' in sys.modules); ejkernel.flash_attention"
+    assert python(code + "; print('ejkernel.modules' in sys.modules)").split() == ["False", "True"]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
@@ -104,6 +123,7 @@ def pages() -> list[Path]:
     return [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         *sorted(ROOT.glob("docs/**/*.md")),
         *sorted(ROOT.glob("src/**/*.md")),
     ]

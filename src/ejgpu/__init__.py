@@ -1,0 +1,236 @@
+"""ejgpu's functions, on the kernels of ejkernel: programs written for it change nothing.
+
+New code does better with `ejkernel.modules`, which has more options and one layout.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.checks.arrays import float_array, integers
+from ejkernel.checks.options import static_int
+from ejkernel.checks.values import check_rows
+from ejkernel.modules import (
+    flash_attention,
+    gla_attention,
+    lightning_attention,
+    ragged_decode_attention,
+    recurrent_attention,
+)
+from ejkernel.types import MaskInfo
+
+__all__ = [
+    "flash_attn_varlen",
+    "flash_attn_varlen_decode",
+    "lightning_attn",
+    "recurrent",
+    "recurrent_gla",
+]
+
+LAYOUTS = ("bshd", "bhsd", "thd")
+DROPOUT_SEED = 0
+
+Layout = Literal["bshd", "bhsd", "thd"]
+OutAndState = tuple[jax.Array, jax.Array]
+
+
+def flash_attn_varlen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    layout: Layout = "bshd",
+    b: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    alibi_slopes: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_k: jax.Array | None = None,
+    max_seqlens_q: int | None = None,
+    max_seqlens_k: int | None = None,
+) -> jax.Array:
+    """Exact attention in one of three layouts, `ejkernel.modules.flash_attention` inside; differentiable.
+
+    Args:
+        q: `(batch, length, heads, head_dim)` for "bshd", `(batch, heads, length, head_dim)` for "bhsd"; for "thd"
+            sequences one after another, `(tokens, heads, head_dim)`.
+        k: likewise; `v` too. Their heads divide those of q.
+        sm_scale: default `head_dim ** -0.5`.
+        causal: every query sees the keys up to its own, the ends of queries and keys aligned, in each sequence.
+        layout: "bshd", "bhsd" or "thd".
+        b: added to the logits; broadcasts to `(batch, heads, q_len, k_len)` in every layout.
+        dropout_p: chance that a weight is dropped. The seed is fixed: the same weights every time.
+        alibi_slopes: `(heads,)` or `(batch, heads)`; in "thd", `(sequences, heads)`. Adds `-slope * distance`, the
+            distance between query and key with their ends aligned. Makes an array of q_len x k_len.
+        cu_seqlens_q: `(sequences + 1,)`, where each sequence of "thd" begins, and where the last one ends.
+        cu_seqlens_k: the same for keys; default: that of the queries.
+        max_seqlens_q: a bound of the lengths. A longer sequence is an error, where the lengths are on the host or
+            `EJKERNEL_CHECKS=1`.
+        max_seqlens_k: the same for keys.
+
+    Returns:
+        The output in the layout of q.
+
+    >>> import jax.numpy as jnp
+    >>> from ejgpu import flash_attn_varlen
+    >>> tokens = jnp.ones((10, 4, 16))
+    >>> flash_attn_varlen(tokens, tokens, tokens, layout="thd", cu_seqlens_q=jnp.array([0, 3, 10])).shape
+    (10, 4, 16)
+    """
+    _check_layout(layout, {"q": q, "k": k, "v": v}, cu_seqlens_q, cu_seqlens_k)
+    if layout == "bhsd":
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    T, S = q.shape[-3], k.shape[-3]
+    keys_at = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    _check_longest("max_seqlens_q", max_seqlens_q, T, cu_seqlens_q)
+    _check_longest("max_seqlens_k", max_seqlens_k, S, keys_at)
+    if alibi_slopes is not None:
+        far = _alibi(alibi_slopes, q.shape[-2], T, S, cu_seqlens_q, cu_seqlens_k)
+        b = far if b is None else far + b.astype(jnp.float32).reshape((1,) * (4 - b.ndim) + b.shape)
+    out = flash_attention(
+        q,
+        k,
+        v,
+        b,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale=sm_scale,
+        dropout_prob=dropout_p,
+        dropout_seed=DROPOUT_SEED if dropout_p else None,
+        causal=causal,
+    )
+    return jnp.swapaxes(out, 1, 2) if layout == "bhsd" else out
+
+
+def flash_attn_varlen_decode(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, cache_seqlens: jax.Array, sm_scale: float | None = None
+) -> jax.Array:
+    """Attention of one new token per sequence over a contiguous cache; forward only.
+
+    Args:
+        q: `(B, 1, H, D)`.
+        k: the cache, `(B, S, Hkv, D)`; `v` likewise.
+        cache_seqlens: `(B,)`, how many tokens of each row are valid, the new one included.
+        sm_scale: default `D ** -0.5`.
+
+    >>> cache = jnp.ones((2, 50, 2, 16))
+    >>> flash_attn_varlen_decode(jnp.ones((2, 1, 4, 16)), cache, cache, cache_seqlens=jnp.array([50, 9])).shape
+    (2, 1, 4, 16)
+    """
+    return ragged_decode_attention(q, k, v, jnp.zeros(q.shape[0], jnp.int32), cache_seqlens, softmax_scale=sm_scale)
+
+
+def recurrent(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    gk: jax.Array | None = None,
+    gv: jax.Array | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+) -> OutAndState:
+    """Linear attention with its final state: `ejkernel.modules.recurrent_attention`, which documents the arguments.
+
+    >>> x = jnp.ones((2, 100, 4, 16))
+    >>> out, state = recurrent(x, x, x)
+    >>> out.shape, state.shape
+    ((2, 100, 4, 16), (2, 4, 16, 16))
+    """
+    gates = {"g": g, "g_gamma": g_gamma, "gk": gk, "gv": gv}
+    options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
+    return recurrent_attention(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+
+
+def recurrent_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+) -> OutAndState:
+    """Gated linear attention with its final state: `ejkernel.modules.gla_attention`, which documents the arguments.
+
+    >>> x = jnp.ones((2, 100, 4, 16))
+    >>> recurrent_gla(x, x, x, g=-x)[0].shape
+    (2, 100, 4, 16)
+    """
+    options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
+    return gla_attention(q, k, v, g, g_gamma, initial_state, cu_seqlens, **options)
+
+
+def lightning_attn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+) -> OutAndState:
+    """Lightning attention with its final state: `ejkernel.modules.lightning_attention`, which documents the arguments.
+
+    >>> x = jnp.ones((2, 100, 4, 16))
+    >>> lightning_attn(x, x, x, layer_idx=0, num_layers=12)[0].shape
+    (2, 100, 4, 16)
+    """
+    options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
+    layer = {"layer_idx": layer_idx, "num_layers": num_layers}
+    return lightning_attention(q, k, v, initial_state, cu_seqlens, **layer, **options)
+
+
+def _check_layout(layout: str, arrays: dict[str, jax.Array], cu_q: object, cu_k: object) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    rank = len(layout)
+    for name, x in arrays.items():
+        if jnp.ndim(x) != rank:
+            raise ValueError(f"{name} has shape {jnp.shape(x)}; layout {layout!r} has {rank} dimensions")
+    if layout == "thd" and cu_q is None:
+        raise ValueError("layout 'thd' packs sequences: cu_seqlens_q must say where they begin")
+    if layout != "thd" and (cu_q is not None or cu_k is not None):
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k describe layout 'thd', got layout {layout!r}")
+
+
+def _check_longest(name: str, bound: int | None, length: int, cu: jax.Array | None) -> None:
+    """ValueError where a sequence is longer than its caller says: lengths on a device are seen as all checks are."""
+    if bound is None:
+        return
+    bound = static_int(name, bound, 0)
+    if cu is None and length > bound:
+        raise ValueError(f"{name}={bound}, but sequences have {length} tokens")
+    if cu is not None:
+        starts = integers(name.replace("max", "cu"), cu, 1)
+        lengths = starts[1:] - starts[:-1]
+        check_rows(lengths, lengths > bound, f"{name}={bound}, but a sequence has more tokens")
+
+
+def _alibi(slopes: jax.Array, heads: int, T: int, S: int, cu_q: jax.Array | None, cu_k: jax.Array | None) -> jax.Array:
+    """The bias `-slope * |distance|`, (B|1, H, T, S) float32."""
+    slopes = float_array("alibi_slopes", slopes).astype(jnp.float32)
+    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+        raise ValueError(f"alibi_slopes {slopes.shape} must be ({heads},) or (batch, {heads}): one for each head")
+    slopes = slopes.reshape(-1, heads)
+    if cu_q is None:
+        q, k = jnp.arange(S - T, S), jnp.arange(S)
+        of_queries = slopes[:, :, None]  # (B|1, H, 1)
+    else:
+        packed = MaskInfo.from_cu_seqlens(cu_q, cu_k, max_q_len=T, max_kv_len=S)
+        q, k = packed.q_positions[0], packed.kv_positions[0]
+        sequences = len(cu_q) - 1
+        if slopes.shape[0] not in (1, sequences):
+            raise ValueError(f"alibi_slopes {slopes.shape} must be ({heads},) or ({sequences}, {heads}), by sequence")
+        each = jnp.broadcast_to(slopes, (sequences, heads))
+        of_queries = each[jnp.maximum(packed.q_segment_ids[0], 0)].T[None]  # (1, H, T); padding sees nothing anyway
+    distance = jnp.abs(q[:, None] - k[None, :]).astype(jnp.float32)
+    return -of_queries[..., None] * distance[None, None]
