@@ -45,6 +45,7 @@ class Case:
         queries: query tokens of each sequence; one number where all have the same.
         rows: query tokens in all, where there are more than the sequences have (ragged).
         padding: entries past num_seqs (ragged).
+        apart: keys and values in pages of their own (ragged).
         spare: pages that no sequence has.
         width: pages of a row of the table; default: what the longest needs, and one more.
         sinks: shape of the sinks in letters, such as "H" or "H3".
@@ -65,6 +66,7 @@ class Case:
     starts: tuple[int, ...] | None = None
     rows: int | None = None
     padding: int = 0
+    apart: bool = False
     spare: int = 2
     width: int | None = None
     sinks: int | None = None
@@ -119,7 +121,7 @@ class Case:
 
     def arrays(self) -> Arrays:
         """The arrays of the public function, by name, on the device."""
-        return {name: jnp.asarray(x) for name, x in self._arrays().items()}
+        return jax.tree.map(jnp.asarray, self._arrays())
 
     def _arrays(self) -> Arrays:
         Dv, N = self.Dv or self.D, len(self.lengths)
@@ -148,7 +150,9 @@ class Case:
             return {"query": query, **{name: cached(x) for name, x in whole.items()}, **ends, **extra}
         pages = cached(self.paged(keys, table)), cached(self.paged(values, table))
         if self.kind == "ragged":
-            kv = np.stack(pages, 3).reshape(*pages[0].shape[:2], 2 * self.Hkv, self.D)
+            kv = pages
+            if not self.apart:
+                kv = np.stack(pages, 3).reshape(*pages[0].shape[:2], 2 * self.Hkv, self.D)
             garbage = np.full(self.padding, -NOWHERE, np.int32)
             start = np.concatenate([np.cumsum([0, *self.each], dtype=np.int32), garbage])
             lens = np.concatenate([lens, garbage])
@@ -274,6 +278,7 @@ RAGGED = (
     Case("ragged-decode", kind="ragged", queries=(1, 1, 1), lengths=(40, 17, 1), rows=7, padding=1),
     Case("ragged-prefill", kind="ragged", queries=(40, 23), lengths=(40, 30), H=8, L=8, **HALF),
     Case("ragged-nothing", kind="ragged", queries=(0, 0), lengths=(0, 20), rows=5),
+    Case("mixed-apart", kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS, rows=50, padding=3, apart=True, Dv=24),
     Case("ragged-d128", kind="ragged", queries=(20, 1), lengths=(40, 30), D=128, **HALF),
 )  # fmt: skip
 OTHERS = (
@@ -297,7 +302,7 @@ CORE_IDS = (
     "plain", "page-size-12", "page-size-64", "all-empty", "mqa-8", "head-dim-40-24", "head-dim-256", "float16",
     "window-over-pages", "sinks-3-window", "soft-cap", "splits-8-sinks-window", "several-tokens-window",
     "more-tokens-than-keys", "e4m3", "e5m2", "int8", "e4m3-ragged", "mixed-bfloat16", "mixed-everything",
-    "ragged-nothing", "ragged-prefill", "prefill-window-sinks", "flat-buffer-pages", "contiguous-bfloat16",
-    "contiguous-window", "contiguous-e4m3",
+    "mixed-apart", "ragged-nothing", "ragged-prefill", "prefill-window-sinks", "flat-buffer-pages",
+    "contiguous-bfloat16", "contiguous-window", "contiguous-e4m3",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)

@@ -91,6 +91,8 @@ WRONG = {
     "caches-differ": ("page", {"value_cache": ones(7, 4, 2, 8)}, ValueError, r"\(6, 4, 2, 8\) and .*\(7, 4, 2, 8\)"),
     "cache-dtypes-differ": ("page", {"value_cache": ones(6, 4, 2, 8, dtype="int8")}, TypeError, "values int8"),
     "odd-rows": ("ragged", {"kv_pages": ones(6, 4, 3, 8)}, ValueError, "even number of rows, not 3"),
+    "three-caches": ("ragged", {"kv_pages": (CACHE,) * 3}, ValueError, r"the pair \(key_pages, value_pages\), got 3"),
+    "pair-rank": ("ragged", {"kv_pages": (CACHE, ones(6, 4, 8))}, ValueError, "value_pages of kv_pages must be"),
     # lengths and tables
     "lens-shape": ("page", {"context_lens": np.array([1, 2, 3])}, ValueError, r"context_lens \(3,\) .* sequence: 2"),
     "lens-float": ("page", {"context_lens": np.array([1.0, 2.0])}, TypeError, "context_lens must hold integers"),
