@@ -11,7 +11,7 @@ export JAX_PLATFORMS
 export TPU_SKIP_MDS_QUERY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types pytest newest tpu-aot bench tables clean
+.PHONY: help quickstart test lint types pytest newest tpu-aot bench tables docs docs-serve clean
 
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
@@ -20,6 +20,8 @@ help:
 	@echo "make tpu-aot      compile every TPU kernel for v4, v5e, v5p and v6e, and print its roofline"
 	@echo "make bench        measure attention against peers on this machine"
 	@echo "make tables       regenerate the tables in the READMEs"
+	@echo "make docs         build the site into build/site"
+	@echo "make docs-serve   show it, and build it again when a page changes"
 	@echo "make clean        remove $(VENV), $(NEWEST), caches and build outputs"
 
 quickstart: $(VENV)/installed
@@ -51,6 +53,13 @@ bench: $(VENV)/installed-bench
 
 tables: $(VENV)/installed
 	$(BIN)/python -m ejkernel.cli.tables --write
+
+# the notice is of the successor of mkdocs-material
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-serve: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis

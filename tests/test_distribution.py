@@ -94,6 +94,7 @@ def test_the_source_distribution_has_what_tests_and_docs_need(built):
         "Makefile",
         "constraints.txt",
         "constraints-newest.txt",
+        "mkdocs.yml",
     }
     single |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", ".gitignore"}
     assert {name for name in names if "/" not in name} == single

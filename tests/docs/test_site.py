@@ -1,0 +1,62 @@
+"""The site as far as it can be checked without building it: its pictures, its pages and its reference."""
+
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import ejgpu
+import ejkernel.modules
+import ejkernel.operators
+import ejkernel.types
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+PICTURES = runpy.run_path(str(DOCS / "pictures.py"))
+HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
+
+
+@pytest.mark.parametrize("name", PICTURES["PICTURES"])
+def test_pictures_are_current(name):
+    assert (DOCS / "images" / "masks" / f"{name}.svg").read_text() == PICTURES["drawn"](name), "python docs/pictures.py"
+
+
+def test_every_page_has_its_place():
+    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_out_of_the_folder_become_links_to_pages(page):
+    file = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    markdown = HOOKS["on_page_markdown"]((DOCS / page).read_text(), file)
+    for target in re.findall(r"\]\((?!http)([^)#]+)", markdown):
+        found = (DOCS / page).parent / target
+        assert found.exists() and DOCS in found.resolve().parents, target
+
+
+def test_what_is_included_is_there():
+    for page in PAGES:
+        for path in re.findall(r'^--8<-- "(.*)"$', (DOCS / page).read_text(), re.MULTILINE):
+            assert (ROOT / path).is_file(), path
+
+
+def test_everything_public_is_in_the_reference():
+    told = set(re.findall(r"^::: ([\w.]+)$", "\n".join((DOCS / page).read_text() for page in PAGES), re.MULTILINE))
+    short = {name.rpartition(".")[2] for name in told}
+    functions = {f"ejkernel.modules.{name}" for name in ejkernel.modules.__all__}
+    assert functions <= told, functions - told
+    plain = {"DIMS", "format_shape", "Extension", "OutOfPages", "AttentionOutput"}
+    for room in (ejkernel.types, ejkernel.operators):
+        assert set(room.__all__) - plain <= short, set(room.__all__) - plain - short
+    assert {ejgpu.__name__, "ejgpu.utils", "ejgpu.xla_utils"} <= told
+
+
+def test_every_example_is_shown():
+    page = (DOCS / "examples.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f'--8<-- "examples/{path.name}"' in page
+        assert f"{{ #{path.stem.replace('_', '-')} }}" in page
