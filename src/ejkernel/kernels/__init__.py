@@ -5,5 +5,6 @@ FAMILIES = (
     "ejkernel.kernels.softmax",
     "ejkernel.kernels.paged",
     "ejkernel.kernels.linear",
+    "ejkernel.kernels.native_sparse",
     "ejkernel.kernels.pooling",
 )

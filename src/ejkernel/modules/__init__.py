@@ -9,6 +9,7 @@ from ejkernel.modules.flash import flash_attention
 from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
 from ejkernel.modules.linear import gla_attention, lightning_attention, recurrent_attention
 from ejkernel.modules.mean_pooling import mean_pooling
+from ejkernel.modules.native_sparse import native_sparse_attention, select_blocks, selected_attention
 from ejkernel.modules.paged import page_attention, prefill_page_attention, ragged_page_attention
 from ejkernel.modules.sdpa import scaled_dot_product_attention
 
@@ -22,12 +23,15 @@ __all__ = [
     "gla_attention",
     "lightning_attention",
     "mean_pooling",
+    "native_sparse_attention",
     "page_attention",
     "prefill_page_attention",
     "ragged_decode_attention",
     "ragged_page_attention",
     "recurrent_attention",
     "scaled_dot_product_attention",
+    "select_blocks",
+    "selected_attention",
     "write_interleaved_kv_pages",
     "write_kv_pages",
 ]

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.paged.cascade import cascade_calls, merge_answers
 from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION
-from ejkernel.ops import run_parts
+from ejkernel.ops import Steps
 
 
 def cascade_attention(
@@ -66,6 +66,8 @@ def cascade_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    calls = (PREFILL_PAGE_ATTENTION, prefix_call), (PAGE_ATTENTION, suffix_call)
-    prefix, suffix = run_parts("cascade_attention", calls, platform=platform, cfg=cfg)
+    steps = Steps("cascade_attention", platform, cfg)
+    prefix = steps.run(PREFILL_PAGE_ATTENTION, prefix_call)
+    suffix = steps.run(PAGE_ATTENTION, suffix_call)
+    steps.done()
     return merge_answers(suffix_call, prefix, suffix, query.shape)

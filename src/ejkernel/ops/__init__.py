@@ -1,7 +1,7 @@
 """The framework: operations, the choice of platform and config, tuning, and how both are explained."""
 
 from ejkernel.ops.config import use_config
-from ejkernel.ops.dispatch import run, run_parts, say_it_has_no_kernel
+from ejkernel.ops.dispatch import Steps, run, say_it_has_no_kernel
 from ejkernel.ops.explanation import Explanation, explain
 from ejkernel.ops.operation import Call, Dims, Implementation, Operation, Splits
 from ejkernel.ops.platforms import PLATFORMS
@@ -22,6 +22,7 @@ __all__ = [
     "Operation",
     "Shards",
     "Splits",
+    "Steps",
     "Target",
     "TunedConfigs",
     "autotune",
@@ -34,7 +35,6 @@ __all__ = [
     "list_operations",
     "register_families",
     "run",
-    "run_parts",
     "say_it_has_no_kernel",
     "support_table",
     "use_config",

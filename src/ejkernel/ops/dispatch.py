@@ -1,8 +1,10 @@
 """run(): from a canonical call to the implementation that does it, and the reasons why others would not."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from ejkernel.ops import config as configs
 from ejkernel.ops import tuning
@@ -12,7 +14,7 @@ from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
 from ejkernel.ops.settings import interpreting, is_deterministic, xla_is_deterministic
 from ejkernel.ops.sharding import Shards, run_sharded, typed_specs, varying_like
-from ejkernel.ops.target import target_of
+from ejkernel.ops.target import Target, target_of
 
 
 def _loaded(operation: Operation, platform: str, backend: str) -> Implementation | str:
@@ -235,13 +237,35 @@ def run_here(operation: Operation, call: Call, platform: str | None, cfg: Any) -
     return execute(plan(operation, call, platform, cfg), varying_like(call.arrays, call.arrays))
 
 
-def run_parts(
-    name: str, parts: Sequence[tuple[Operation, Call]], *, platform: str | None = None, cfg: Any = None
-) -> list[Arrays]:
-    """Run the calls of a public function that makes several; `name` is the function's."""
-    if explaining():
-        answer(together(name, [choose(operation, settled(call), platform, cfg)[1] for operation, call in parts]))
-    return [run(operation, call, platform=platform, cfg=cfg) for operation, call in parts]
+class Steps:
+    """The calls of a public function that makes several, one after the other; explained, they are shown together.
+
+    Attributes:
+        name: the function's.
+        platform: for all of them.
+        cfg: for those that are said to take it.
+        mesh: what they are compiled for.
+    """
+
+    def __init__(self, name: str, platform: str | None = None, cfg: Any = None, mesh: Any = None):
+        self.name, self.platform, self.cfg, self.mesh = name, platform, cfg, mesh
+        self.explained: list[Explanation] = []
+
+    def run(self, operation: Operation, call: Call, *, takes_cfg: bool = True) -> Arrays:
+        """The outputs of the next call; while explaining, zeros in their place."""
+        shards, cfg = Shards(self.mesh), self.cfg if takes_cfg else None
+        if not explaining():
+            return run(operation, call, platform=self.platform, cfg=cfg, shards=shards)
+        call = settled(call, shards)
+        self.explained.append(choose(operation, call, self.platform, cfg)[1])
+        anywhere = plan(operation, call.on(Target("cpu", "cpu", "cpu")), "xla")
+        shapes = jax.eval_shape(lambda arrays: execute(anywhere, arrays), call.arrays)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+
+    def done(self) -> None:
+        """Answers `explain`, after the last call."""
+        if explaining():
+            answer(together(self.name, self.explained))
 
 
 def say_it_has_no_kernel(name: str, arrays: Arrays, why: str) -> None:

@@ -1,0 +1,1 @@
+"""Attention over key blocks that each query selects, and what chooses them."""

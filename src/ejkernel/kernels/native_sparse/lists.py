@@ -1,0 +1,70 @@
+"""Selections the other way round: for each tile of keys, the entries (a query and one of its blocks) that chose it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.native_sparse.spec import dimensions
+from ejkernel.ops import Call
+
+
+class Entries(NamedTuple):
+    """All int32, for each batch and key head; M items, so that no program has many more entries than another.
+
+    Attributes:
+        order: the entries, counted through (T, K), by their tiles: (B, Hkv, T * K). Those of no block come last.
+        items: a tile, and the first and the last (exclusive) of its entries in `order`: (B, Hkv, M, 3).
+        first_item: of each tile, and how many there are: (B, Hkv, tiles + 1).
+    """
+
+    order: jax.Array
+    items: jax.Array
+    first_item: jax.Array
+
+
+class Tiling(NamedTuple):
+    """Blocks as tiles of keys: several small blocks in one, or one large block in several parts."""
+
+    blocks: int
+    parts: int
+    tiles: int
+
+
+def tiling(N: int, block_size: int, block_k: int) -> Tiling:
+    """N blocks as tiles of `block_k` keys."""
+    blocks, parts = max(1, block_k // block_size), max(1, -(-block_size // block_k))
+    return Tiling(blocks, parts, -(-N // blocks) * parts)
+
+
+def entries(call: Call, block_k: int, segment: int) -> Entries:
+    """The entries by tiles of `block_k` keys, in items of at most `segment` entries."""
+    dims = dimensions(call)
+    tiles = tiling(dims.N, call.spec.block_size, block_k)
+    groups = tiles.tiles // tiles.parts
+    indices = jnp.moveaxis(call["indices"], 2, 1).reshape(dims.B, dims.Hkv, dims.T * dims.K)
+    group = jnp.where(indices >= 0, indices // tiles.blocks, groups)
+    number = jax.lax.broadcasted_iota(jnp.int32, group.shape, 2)
+    group, order = jax.lax.sort((group, number), dimension=2, num_keys=1)
+    most = tiles.tiles + tiles.parts * (dims.T * dims.K // segment)
+
+    def one(group: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bounds = jnp.searchsorted(group, np.arange(groups + 1, dtype=np.int32)).astype(jnp.int32)
+        first, last = (jnp.repeat(x, tiles.parts) for x in (bounds[:-1], bounds[1:]))
+        return _items(first, last, segment, most)
+
+    return Entries(order, *jax.vmap(jax.vmap(one))(group))
+
+
+def _items(begin: jax.Array, end: jax.Array, segment: int, most: int) -> tuple[jax.Array, jax.Array]:
+    """Entries from `begin` to `end` (tiles,) in stretches: (most, 3), and where those of each tile start."""
+    counts = jnp.cumsum((end - begin + segment - 1) // segment, dtype=jnp.int32)
+    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])
+    item = np.arange(most, dtype=np.int32)
+    tile = jnp.searchsorted(first_item, item, side="right").astype(jnp.int32) - 1
+    tile = jnp.minimum(tile, begin.shape[0] - 1)
+    first = begin[tile] + (item - first_item[tile]) * segment
+    # items behind the last have nothing to do
+    last = jnp.maximum(jnp.minimum(first + segment, end[tile]), first)
+    return jnp.stack([tile, first, last], -1), first_item

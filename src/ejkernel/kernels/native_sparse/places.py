@@ -1,0 +1,103 @@
+"""Where tokens live: the table of key blocks, and of each query its block and the keys it may see."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.checks.arrays import concrete, cumulative_lengths, lengths_array
+from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.ops.autodiff import default_rules
+
+
+class Places(NamedTuple):
+    """All int32. The blocks of packed sequences follow each other in one table.
+
+    Attributes:
+        starts: the first key of every block, in rising order: (B|1, N). One that does not exist starts at S.
+        first: of each query, the row of the table where its sequence begins: (B|1, T).
+        own: of each query, its block, counted from there; -1 for padding: (B|1, T).
+        limits: of each query, the key behind the last it may see; 0 for padding: (B|1, T).
+        sequence: of each block, the row of the table where its sequence begins: (B|1, N).
+    """
+
+    starts: jax.Array
+    first: jax.Array
+    own: jax.Array
+    limits: jax.Array
+    sequence: jax.Array
+
+
+def places(
+    T: int, S: int, block_size: int, cu_seqlens: Any = None, kv_lengths: Any = None, rows: int | None = None
+) -> Places:
+    """The places of T queries, the last of the S keys; of packed sequences; or at the end of caches of some length.
+
+    `rows` of the table are what was counted before, where the lengths of packed sequences were known.
+    """
+    rows = block_rows(S, block_size, cu_seqlens) if rows is None else rows
+    cu_seqlens, kv_lengths = (None if x is None else jnp.asarray(x, jnp.int32) for x in (cu_seqlens, kv_lengths))
+    with default_rules():
+        return _places(T, S, block_size, rows, cu_seqlens, kv_lengths)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _places(T: int, S: int, block_size: int, rows: int, cu_seqlens: Any, kv_lengths: Any) -> Places:
+    if cu_seqlens is not None:
+        return _packed(cu_seqlens, S, block_size, rows)
+    starts = np.arange(rows, dtype=np.int32)[None] * block_size
+    length = np.full(1, S, np.int32) if kv_lengths is None else kv_lengths
+    position = length[:, None] - T + np.arange(T, dtype=np.int32)
+    real = position >= 0
+    own = jnp.where(real, position // block_size, -1)
+    limits = jnp.where(real, position + 1, 0)
+    return Places(jnp.asarray(starts), jnp.zeros_like(own), own, limits, jnp.zeros_like(starts))
+
+
+def block_rows(S: int, block_size: int, cu_seqlens: Any = None) -> int:
+    """Rows of the table; with traced `cu_seqlens` the most there can be."""
+    if cu_seqlens is None:
+        return -(-S // block_size)
+    values = concrete(cu_seqlens)
+    if values is None:
+        return max(1, most_pieces(S, cu_seqlens.shape[-1] - 1, block_size))
+    return max(1, int((-(-np.diff(values) // block_size)).sum()))
+
+
+def _packed(cu: jax.Array, S: int, block_size: int, rows: int) -> Places:
+    pieces = cut(cu[None], block_size, rows)
+    token = jnp.arange(S, dtype=jnp.int32)
+    sequence = jnp.searchsorted(cu, token, side="right").astype(jnp.int32) - 1
+    real = sequence < cu.shape[0] - 1
+    sequence = jnp.minimum(sequence, cu.shape[0] - 2)
+    first = jnp.where(real, pieces.first_row[0, sequence], 0)
+    own = jnp.where(real, (token - cu[sequence]) // block_size, -1)
+    starts = jnp.where(pieces.start < pieces.end, pieces.start, S)
+    begins = jnp.take(pieces.first_row[0], pieces.sequence)
+    return Places(starts, first[None], own[None], jnp.where(real, token + 1, 0)[None], begins)
+
+
+def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> tuple[Any, Any]:
+    """Both as they are to be used: (N + 1,) for one row of packed sequences, or (B,) keys of each sequence."""
+    if cu_seqlens is not None and kv_lengths is not None:
+        raise ValueError("give cu_seqlens for packed sequences or kv_lengths for caches, not both")
+    if cu_seqlens is not None:
+        if B != 1 or T != S:
+            raise ValueError(
+                f"cu_seqlens packs sequences into one row of as many queries as keys; there are {B} rows of "
+                f"{T} queries and {S} keys"
+            )
+        values = concrete(cu_seqlens)
+        checked = cumulative_lengths("cu_seqlens", cu_seqlens if values is None else values, T)
+        # host values stay there: they say how many blocks there are
+        return (checked if values is None else np.asarray(values, np.int32)), None
+    if kv_lengths is not None:
+        lengths = lengths_array("kv_lengths", kv_lengths, S)
+        if lengths.shape[0] not in (1, B):
+            raise ValueError(f"kv_lengths {lengths.shape} must have one length for each of the {B} sequences")
+        return None, lengths
+    if T > S:
+        raise ValueError(f"{T} queries are the last tokens of only {S} keys")
+    return None, None

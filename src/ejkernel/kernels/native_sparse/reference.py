@@ -1,0 +1,105 @@
+"""The definitions: attention over the tokens of the selected blocks, and which blocks are selected."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.native_sparse import spec as selected
+from ejkernel.kernels.native_sparse.places import Places, places
+from ejkernel.kernels.native_sparse.selection import assembled, free_blocks, selection_call
+from ejkernel.kernels.native_sparse.spec import dimensions, table_rows
+from ejkernel.kernels.softmax import reference as softmax
+from ejkernel.kernels.softmax import spec as softmax_spec
+from ejkernel.ops import Call
+
+
+def visible(call: Call) -> jax.Array:
+    """Which query sees which key: bool (B, Hkv, T, S)."""
+    dims = dimensions(call)
+    starts = jnp.broadcast_to(call["starts"], (dims.B, dims.N))
+    # (B, T, Hkv, N): which blocks a query has
+    chosen = (call["indices"][..., None] == jnp.arange(dims.N)).any(-2)
+    key = jnp.arange(dims.S)
+    block = jax.vmap(lambda row: jnp.searchsorted(row, key, side="right") - 1)(starts)  # (B, S)
+    inside = key - jnp.take_along_axis(starts, block, 1) < call.spec.block_size
+    of_key = jnp.take_along_axis(chosen, block[:, None, None], 3)  # (B, T, Hkv, S)
+    seen = of_key & inside[:, None, None] & (key < call["limits"][:, :, None, None])
+    return seen.swapaxes(1, 2)
+
+
+def reference(call: Call, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    """out (B, T, H, Dv) and lse (B, H, T), as softmax attention under a mask."""
+    names = [name for name in ("query", "key", "value", "sinks") if name in call]
+    mask = jnp.repeat(visible(call), dimensions(call).G, axis=1)
+    arrays = {name: call[name] for name in names} | {"mask": mask}
+    return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale), arrays), dtype)
+
+
+def importance(call: Call) -> jax.Array:
+    """Weight (B, T, Hkv, N) that a query's heads give together to each block they choose among; -1 to the others."""
+    B, T, H, D = call["query"].shape
+    N, Hkv = call["key"].shape[1:3]
+    query = call["query"].astype(jnp.float32).reshape(B, T, Hkv, H // Hkv, D)
+    key = call["key"].astype(jnp.float32)
+    logits = call.spec.scale * jnp.einsum("bthgd,bnhd->bthgn", query, key, precision="highest")
+    lse = call["lse"].swapaxes(1, 2).reshape(B, T, Hkv, -1, 1)
+    free = free_blocks(call["first"], call["own"], N)[:, :, None]
+    weights = jnp.exp(jnp.where(free[..., None, :], logits - lse, -jnp.inf))
+    return jnp.where(free, weights.sum(3), -1.0)
+
+
+def select(call: Call) -> jax.Array:
+    """(B, T, Hkv, K): the blocks that are always taken, then the weightiest."""
+    weight = importance(call)
+    order = jnp.argsort(-weight, axis=-1, stable=True)
+    best = jnp.where(jnp.take_along_axis(weight, order, -1) >= 0, order - call["first"][:, :, None, None], -1)
+    return assembled(call, best)
+
+
+def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
+    """out (B, T, H, Dv) of a whole call, from the definitions of its steps."""
+    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
+    spec, T, S = call.spec, call["query"].shape[1], call["key"].shape[1]
+    where = places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows)
+    keys, values = (_compressed(call, name, where.starts) for name in ("key", "value"))
+    ends = where.starts[:, None] + spec.block_size <= where.limits[..., None]
+    of_sequence = where.sequence[:, None] == where.first[..., None]
+    compressed = _attention(call, call["query"], keys, values, ends & of_sequence, dtype)
+    parts = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
+    if "block_indices" in call or "g_slc" in call:
+        chosen = selection_call(call["query"], keys, compressed["lse"], where, scale=spec.scale, count=spec.count)
+        indices = call["block_indices"] if "block_indices" in call else select(chosen)
+        arrays = {name: call[name] for name in ("query", "key", "value")}
+        arrays["indices"] = table_rows(indices, call.get("block_counts"), where)
+        arrays |= {"starts": where.starts, "limits": where.limits}
+        parts.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
+    if "g_swa" in call:
+        key, limits = jnp.arange(S), where.limits[..., None]
+        begin = limits - spec.window if cu is None else jnp.maximum(limits - spec.window, _begins(where)[..., None])
+        seen = (key < limits) & (key >= begin)
+        parts.append(("g_swa", _attention(call, call["query"], call["key"], call["value"], seen, dtype)["out"]))
+    gates = [call[name].astype(jnp.float32)[..., None] if name in call else 1.0 for name, _ in parts]
+    terms = [gate * out.astype(jnp.float32) for gate, (_, out) in zip(gates, parts, strict=True)]
+    return sum(terms[1:], terms[0]).astype(dtype)
+
+
+def _compressed(call: Call, name: str, starts: jax.Array) -> jax.Array:
+    """(B, N, Hkv, D): what is given, or the means of the blocks."""
+    if f"compressed_{name}" in call:
+        return call[f"compressed_{name}"]
+    x, size = call[name].astype(jnp.float32), call.spec.block_size
+    token = jnp.arange(x.shape[1])
+    member = (starts[..., None] <= token) & (token < starts[..., None] + size)  # (1, N, S)
+    total = jnp.where(member[..., None, None], x[:, None], 0).sum(2)
+    return (total / size).astype(call[name].dtype)
+
+
+def _attention(call: Call, query: Any, key: Any, value: Any, seen: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+    arrays = {"query": query, "key": key, "value": value, "mask": seen[:, None]}
+    return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale), arrays), dtype)
+
+
+def _begins(where: Places) -> jax.Array:
+    """The first key of each query's sequence: (B|1, T)."""
+    return jnp.take_along_axis(where.starts, where.first, 1)

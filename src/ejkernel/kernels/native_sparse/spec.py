@@ -1,0 +1,185 @@
+"""The canonical call of attention over selected key blocks: every check and every default is here."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.checks.arrays import concrete, float_array, integers
+from ejkernel.checks.options import flag, number, static_int
+from ejkernel.checks.values import check_rows
+from ejkernel.kernels.common.batch import folded, folded_broadcast, unfolded
+from ejkernel.kernels.native_sparse.places import Places, check_lengths, places
+from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits
+from ejkernel.ops import Call, Dims
+from ejkernel.ops.autodiff import default_rules
+
+ARRAYS = {
+    "query": Dims("B T H D", grad=True, broadcasts=False),
+    "key": Dims("B S Hkv D", grad=True, broadcasts=False),
+    "value": Dims("B S Hkv Dv", grad=True, broadcasts=False),
+    # rows of the table of blocks, -1 for none; none twice for one query
+    "indices": Dims("B T Hkv K", broadcasts=False),
+    "starts": Dims("B N"),
+    "limits": Dims("B T"),
+    "sinks": Dims("B H", grad=True),
+}
+
+OUTPUTS = {"out": "B T H Dv", "lse": "B H T"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The static facts of a call."""
+
+    scale: float
+    block_size: int
+    with_lse: bool = False
+
+
+class Dimensions(NamedTuple):
+    """The sizes of a call, by their letters; N blocks, K of them for each query."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    N: int
+    K: int
+
+    @property
+    def G(self) -> int:
+        return self.H // self.Hkv
+
+
+def dimensions(call: Call) -> Dimensions:
+    B, T, H, D = call["query"].shape
+    _, S, Hkv, Dv = call["value"].shape
+    return Dimensions(B, T, S, H, Hkv, D, Dv, call["starts"].shape[1], call["indices"].shape[3])
+
+
+def canonicalise(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_indices: Any,
+    block_counts: Any = None,
+    cu_seqlens: Any = None,
+    softmax_aux: Any = None,
+    *,
+    kv_lengths: Any = None,
+    block_size: int = 64,
+    softmax_scale: Any = None,
+    return_lse: bool = False,
+) -> Call:
+    """Check everything about a call and bring it to its one canonical form."""
+    query, key, value = check_tokens(query, key, value)
+    B, T, H, D = query.shape
+    _, S, Hkv, _ = key.shape
+    block_size = static_int("block_size", block_size, 1)
+    cu_seqlens, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
+    where = places(T, S, block_size, cu_seqlens, kv_lengths)
+    indices = checked_indices(block_indices, (B, T, Hkv))
+    counts = checked_counts(block_counts, (B, T, Hkv))
+    sinks = sink_logits(softmax_aux, H)
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "indices": table_rows(indices, counts, where),
+        "starts": where.starts,
+        "limits": where.limits,
+        "sinks": None if sinks is None else joined_sinks(sinks)[None],
+    }
+    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+    spec = Spec(scale, block_size, flag("return_lse", return_lse))
+    return Call(spec, {name: x for name, x in arrays.items() if x is not None})
+
+
+_LAYOUT = "the layout is (batch, length, heads, head_dim)"
+
+
+def check_tokens(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values that fit each other, with one batch dimension."""
+    found = {"query": float_array("query", query), "key": float_array("key", key), "value": float_array("value", value)}
+    for name, x in found.items():
+        if x.ndim < 3 or x.ndim != found["query"].ndim:
+            raise ValueError(f"{name} {x.shape} must have the 4 dimensions of query {query.shape}; {_LAYOUT}")
+        if x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} {x.shape} must have the batch of query {query.shape}; {_LAYOUT}")
+        if 0 in x.shape[-3:]:
+            raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
+        if x.dtype != found["query"].dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
+    query, key, value = (folded(x) for x in found.values())
+    _, _, H, D = query.shape
+    _, S, Hkv, _ = key.shape
+    if key.shape[3] != D:
+        raise ValueError(f"head_dim of key {key.shape} must be that of query {query.shape}: {D}")
+    if value.shape[1:3] != (S, Hkv):
+        raise ValueError(f"value {value.shape} must have the length and heads of key {key.shape}; {_LAYOUT}")
+    if H % Hkv:
+        raise ValueError(f"query heads {H=} must be a multiple of key heads {Hkv=}; {_LAYOUT}")
+    return query, key, value
+
+
+def checked_indices(block_indices: Any, rows: tuple[int, int, int]) -> jax.Array:
+    """(B, T, Hkv, K) integers; those that are no block of the query's sequence count as none."""
+    indices = jnp.asarray(integers("block_indices", block_indices, *range(3, 16)), jnp.int32)
+    if indices.shape[-3:-1] != rows[1:] or indices.size != rows[0] * rows[1] * rows[2] * indices.shape[-1]:
+        raise ValueError(
+            f"block_indices {indices.shape} must be (batch, length, key heads, blocks) with {rows} in front"
+        )
+    if indices.shape[-1] == 0:
+        raise ValueError(f"block_indices {indices.shape} has room for no block")
+    return folded(indices)
+
+
+def checked_counts(block_counts: Any, rows: tuple[int, int, int]) -> Any:
+    """An int, or (B, T, Hkv) of them: how many of the indices count. None: all."""
+    if block_counts is None:
+        return None
+    if not hasattr(block_counts, "shape") or (np.ndim(block_counts) == 0 and concrete(block_counts) is not None):
+        return static_int("block_counts", block_counts, 0)
+    counts = integers("block_counts", block_counts, *range(16))
+    values = concrete(counts)
+    given = counts if values is None else values
+    check_rows(given, given < 0, "block_counts must not be negative")
+    if counts.ndim and counts.shape[-2:] != rows[1:]:
+        raise ValueError(f"block_counts {counts.shape} must be a number or (batch, length, key heads) = {rows}")
+    counts = folded_broadcast(jnp.asarray(counts, jnp.int32), rows[:1], rank=2)
+    return jnp.broadcast_to(counts, rows)
+
+
+def table_rows(indices: jax.Array, counts: Any, where: Places) -> jax.Array:
+    """Blocks (B, T, Hkv, K) counted from each sequence's first to rows of the table, rising, each once; -1: none.
+
+    `counts` is how many of them count: an int, (B, T, Hkv) of them, or None for all.
+    """
+    most = counts if isinstance(counts, int) else indices.shape[-1]
+    with default_rules():
+        return _table_rows(most, indices, None if isinstance(counts, int) else counts, where)
+
+
+@partial(jax.jit, static_argnums=0)
+def _table_rows(most: int, indices: jax.Array, counts: Any, where: Places) -> jax.Array:
+    number = np.arange(indices.shape[-1], dtype=np.int32)
+    legal = (indices >= 0) & (indices <= where.own[:, :, None, None]) & (number < most)
+    if counts is not None:
+        legal &= number < counts[..., None]
+    none = np.iinfo(np.int32).max
+    found = jnp.sort(jnp.where(legal, indices + where.first[:, :, None, None], none), axis=-1)
+    before = jnp.concatenate([jnp.full_like(found[..., :1], -1), found[..., :-1]], axis=-1)
+    return jnp.where((found == none) | (found == before), -1, found)
+
+
+def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:
+    """From the canonical outputs to what the caller asked for, whose query has that shape."""
+    out, lse = unfolded(outputs["out"], shape[:-3]), unfolded(outputs["lse"], shape[:-3])
+    return (out, lse) if call.spec.with_lse else out

@@ -1,0 +1,179 @@
+"""What the Triton kernels of selected blocks share: rows of queries and heads, and walks over keys."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.common.triton_tiles import guarded_dot
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a launch is compiled for, as the one constexpr `C` of every kernel and of what they call.
+
+    Attributes:
+        G, GP: query heads of a key head, and the power of two they are padded to.
+        BD, BDV: head dims of a tile, powers of two.
+        K: blocks that a query selects.
+        BS: keys of a block.
+        BQ: queries of a tile, each with its GP heads.
+        BK: keys of a tile.
+        ENTRIES: room in a row of the lists of blocks.
+        MEMBERS: whether queries of a tile share a list, and bits say who has which block.
+        SINKS, SINKS_B: whether there are sinks, and one for each batch.
+        STARTS_B, LIMITS_B: whether these differ between batches.
+        GUARD: whether this is the careful launch, over the programs that a fast one marked.
+    """
+
+    H: int
+    HK: int
+    G: int
+    GP: int
+    D: int
+    DV: int
+    BD: int
+    BDV: int
+    K: int
+    BS: int
+    BQ: int
+    BK: int
+    PRECISION: str
+    STARTS_B: bool
+    LIMITS_B: bool
+    ENTRIES: int = 1
+    MEMBERS: bool = False
+    SINKS: bool = False
+    SINKS_B: bool = False
+    GUARD: bool = False
+
+
+@triton.jit
+def load_tile(p, o_row, m_row, D: tl.constexpr, BD: tl.constexpr):
+    """Rows (R, BD) of a matrix of D columns, by their numbers; zeros where m_row is not set, and past D."""
+    o_d = tl.arange(0, BD)
+    p_tile = p + o_row.to(tl.int64)[:, None] * D + o_d[None, :]
+    if D == BD:
+        return tl.load(p_tile, mask=m_row[:, None], other=0.0)
+    else:
+        return tl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(p, b_x, o_row, m_row, D: tl.constexpr, BD: tl.constexpr):
+    """The reverse of load_tile."""
+    o_d = tl.arange(0, BD)
+    p_tile = p + o_row.to(tl.int64)[:, None] * D + o_d[None, :]
+    tl.store(p_tile, b_x.to(p.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def head_of(i_hk, C: tl.constexpr):
+    """(BQ * GP,): the query head of each row, and whether there is one."""
+    o_g = tl.arange(0, C.BQ * C.GP) % C.GP
+    return i_hk * C.G + o_g, o_g < C.G
+
+
+@triton.jit
+def listed_keys(p_list, p_members, p_starts, n, n_blocks, S, C: tl.constexpr):
+    """The n-th tile of the keys in a list of blocks: their numbers, whether they exist, and who may see them."""
+    o_c = n * C.BK + tl.arange(0, C.BK)
+    if C.BS % C.BK == 0:
+        # all in one block
+        i_entry = n * C.BK // C.BS
+        i_block = tl.load(p_list + i_entry)
+        b_start = tl.load(p_starts + tl.maximum(i_block, 0)) + n * C.BK % C.BS
+        o_k = b_start + tl.arange(0, C.BK)
+        m_k = (i_block >= 0) & (o_k < S)
+        b_members = tl.full([C.BK], 1, tl.int32)
+        if C.MEMBERS:
+            b_members = tl.load(p_members + i_entry) + tl.full([C.BK], 0, tl.int32)
+    else:
+        o_entry = o_c // C.BS
+        m_entry = o_entry < n_blocks
+        b_block = tl.load(p_list + o_entry, mask=m_entry, other=-1)
+        o_k = tl.load(p_starts + b_block, mask=b_block >= 0, other=0) + o_c % C.BS
+        m_k = (b_block >= 0) & (o_k < S)
+        b_members = tl.full([C.BK], 1, tl.int32)
+        if C.MEMBERS:
+            b_members = tl.load(p_members + o_entry, mask=m_entry, other=0)
+    return o_k, m_k, b_members
+
+
+@triton.jit
+def seen_by(o_k, m_k, b_members, b_limit, C: tl.constexpr):
+    """(rows, BK): which of the listed keys each row sees; b_limit (rows,) is 0 where there is no query."""
+    m_seen = m_k[None, :] & (o_k[None, :] < b_limit[:, None])
+    if C.MEMBERS:
+        o_member = tl.arange(0, C.BQ * C.GP) // C.GP
+        m_seen &= ((b_members[None, :] >> o_member[:, None]) & 1) != 0
+    return m_seen
+
+
+@triton.jit
+def tile_keys(p_starts, i_tile, N, S, C: tl.constexpr):
+    """The keys of a tile: several small blocks, up to where the next tile begins, or a part of a large one."""
+    PARTS: tl.constexpr = 1 if C.BS <= C.BK else tl.cdiv(C.BS, C.BK)
+    BLOCKS: tl.constexpr = 1 if C.BS >= C.BK else C.BK // C.BS
+    i_block = i_tile // PARTS * BLOCKS
+    i_next = i_block + BLOCKS
+    i_stop = tl.load(p_starts + tl.minimum(i_next, N - 1))
+    i_stop = tl.where(i_next < N, i_stop, S)
+    o_k = tl.load(p_starts + i_block) + i_tile % PARTS * C.BK + tl.arange(0, C.BK)
+    return o_k, o_k < i_stop
+
+
+@triton.jit
+def entries_at(p_order, p_indices, p_starts, p_limits, i_entry, i_last, i_b, i_hk, m_h, T, N, C: tl.constexpr):
+    """Rows of the next C.BQ entries of a tile: each entry is one query's one block.
+
+    Their numbers in (T, K), their queries, the first key and the key behind the last that they see, and which exist.
+    """
+    o_n = i_entry + tl.arange(0, C.BQ * C.GP) // C.GP
+    m_row = m_h & (o_n < i_last)
+    o_entry = tl.load(p_order + (i_b * C.HK + i_hk).to(tl.int64) * T * C.K + o_n, mask=m_row, other=0)
+    o_t = o_entry // C.K
+    b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
+    b_from = tl.full([C.BQ * C.GP], 0, tl.int32)
+    if C.BS < C.BK:
+        # the tile holds other blocks too
+        o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K + o_entry % C.K
+        i_block = tl.load(p_indices + o_index, mask=m_row, other=0)
+        b_from = tl.load(p_starts + i_b * N * C.STARTS_B + i_block, mask=m_row, other=0)
+        b_limit = tl.minimum(b_limit, b_from + C.BS)
+    return o_entry, o_t, b_from, b_limit, m_row
+
+
+@triton.jit
+def weighted_sum(b_w, b_rows, m_seen, b_acc, C: tl.constexpr):
+    """b_acc + b_w @ b_rows; with care where hidden rows may be nan."""
+    PRECISION: tl.constexpr = C.PRECISION
+    if C.GUARD:
+        return guarded_dot(b_w.to(b_rows.dtype), b_rows, m_seen, b_acc, PRECISION)
+    else:
+        return tl.dot(b_w.to(b_rows.dtype), b_rows, b_acc, input_precision=PRECISION)
+
+
+@triton.jit
+def union_kernel(p_indices, T, p_number, p_list, p_members, C: tl.constexpr, BK_PADDED: tl.constexpr):
+    """The blocks that some query of a tile selected, rising, and a bit for each query that did."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_hk = i_bh // C.HK, i_bh % C.HK
+    o_q, o_n = tl.arange(0, C.BQ), tl.arange(0, BK_PADDED)
+    o_t = i_t * C.BQ + o_q
+    p_tile = p_indices + ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk)[:, None] * C.K + o_n[None, :]
+    # (BQ, BK_PADDED)
+    b_block = tl.load(p_tile, mask=(o_t < T)[:, None] & (o_n < C.K)[None, :], other=-1)
+    i_row = i_bh * tl.num_programs(0) + i_t
+    p_list += i_row.to(tl.int64) * C.ENTRIES
+    p_members += i_row.to(tl.int64) * C.ENTRIES
+    FAR: tl.constexpr = 2147483647
+    i_next = tl.min(tl.min(tl.where(b_block >= 0, b_block, FAR), 1), 0)
+    n = 0
+    while i_next < FAR:
+        b_has = tl.max((b_block == i_next).to(tl.int32), 1)
+        tl.store(p_list + n, i_next)
+        tl.store(p_members + n, tl.sum(b_has << o_q, 0))
+        n += 1
+        i_next = tl.min(tl.min(tl.where(b_block > i_next, b_block, FAR), 1), 0)
+    tl.store(p_number + i_row, n)

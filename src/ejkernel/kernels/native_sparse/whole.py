@@ -1,0 +1,305 @@
+"""Native sparse attention as a whole: three branches over the same tokens, each weighed by its gate.
+
+No kernel of its own: the softmax family attends to compressed keys and to the window, the pooling family compresses,
+and the two operations of this family select blocks and attend to them.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.checks.arrays import concrete, float_array
+from ejkernel.checks.options import number, static_int
+from ejkernel.kernels.common.batch import folded, folded_broadcast
+from ejkernel.kernels.native_sparse import spec as selected
+from ejkernel.kernels.native_sparse.operations import SELECT_BLOCKS, SELECTED_ATTENTION, SPLITS
+from ejkernel.kernels.native_sparse.places import Places, block_rows, check_lengths, places
+from ejkernel.kernels.native_sparse.selection import selection_call
+from ejkernel.kernels.pooling import spec as pooling
+from ejkernel.kernels.pooling.operations import MEAN_POOLING
+from ejkernel.kernels.softmax import spec as softmax
+from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
+from ejkernel.ops import Call, Dims, Operation, Shards, Steps
+from ejkernel.ops.autodiff import default_rules
+from ejkernel.ops.explanation import explaining
+from ejkernel.ops.sharding import run_sharded
+from ejkernel.types import MaskInfo
+
+ARRAYS = {
+    "query": Dims("B T H D", grad=True, broadcasts=False),
+    "key": Dims("B S Hkv D", grad=True, broadcasts=False),
+    "value": Dims("B S Hkv Dv", grad=True, broadcasts=False),
+    "g_cmp": Dims("B T H", grad=True),
+    "g_slc": Dims("B T H", grad=True),
+    "g_swa": Dims("B T H", grad=True),
+    "block_indices": Dims("B T Hkv K"),
+    "block_counts": Dims("B T Hkv"),
+    "compressed_key": Dims("B N Hkv D", grad=True),
+    "compressed_value": Dims("B N Hkv Dv", grad=True),
+    "cu_seqlens": Dims("B N+1"),
+    "kv_lengths": Dims("B"),
+}
+
+GATES = ("g_cmp", "g_slc", "g_swa")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Static facts.
+
+    Attributes:
+        count: blocks for a query, where `block_counts` does not say.
+        rows: blocks in all; with traced `cu_seqlens` the most there can be.
+    """
+
+    scale: float
+    block_size: int
+    window: int
+    count: int
+    rows: int
+
+
+def canonicalise(
+    query: Any,
+    key: Any,
+    value: Any,
+    g_cmp: Any = None,
+    g_slc: Any = None,
+    block_indices: Any = None,
+    block_counts: Any = 16,
+    cu_seqlens: Any = None,
+    *,
+    g_swa: Any = None,
+    compressed: Any = None,
+    kv_lengths: Any = None,
+    block_size: int = 64,
+    window_size: int = 0,
+    softmax_scale: Any = None,
+) -> Call:
+    """Check everything about a call and bring it to its one canonical form."""
+    batch = query.shape[:-3]
+    query, key, value = selected.check_tokens(query, key, value)
+    B, T, H, D = query.shape
+    _, S, Hkv, Dv = value.shape
+    block_size = static_int("block_size", block_size, 1)
+    window = static_int("window_size", window_size, 0)
+    cu_seqlens, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
+    rows = block_rows(S, block_size, cu_seqlens)
+    gates = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa}
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+    arrays |= {name: _gate(name, gate, (*batch, T, H)) for name, gate in gates.items()}
+    if all(gate is None for gate in gates.values()) and block_indices is None:
+        raise ValueError("nothing to attend to: give g_cmp, g_slc, g_swa or block_indices")
+    if g_swa is not None and window == 0:
+        raise ValueError("g_swa weighs the window branch: give window_size, at least 1")
+    counts = selected.checked_counts(block_counts, (B, T, Hkv))
+    if block_indices is not None:
+        arrays["block_indices"] = selected.checked_indices(block_indices, (B, T, Hkv))
+    arrays["block_counts"] = None if isinstance(counts, int) else counts
+    arrays |= _compressed(compressed, (B, rows), (Hkv, D, Dv), query.dtype)
+    arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
+    arrays["kv_lengths"] = kv_lengths
+    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+    spec = Spec(scale, block_size, window, _most_blocks(counts, rows), rows)
+    return Call(spec, {name: x for name, x in arrays.items() if x is not None})
+
+
+def _gate(name: str, gate: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """A gate (..., T, H), which may broadcast, with one batch dimension."""
+    if gate is None:
+        return None
+    gate = float_array(name, gate)
+    if gate.ndim != len(shape) or any(n not in (1, m) for n, m in zip(gate.shape, shape, strict=True)):
+        raise ValueError(f"{name} {gate.shape} must be (batch, length, heads) = {shape}")
+    return folded_broadcast(jnp.broadcast_to(gate, (*gate.shape[:-2], *shape[-2:])), shape[:-2], rank=2)
+
+
+def _compressed(
+    compressed: Any, rows: tuple[int, int], sizes: tuple[int, int, int], dtype: Any
+) -> dict[str, jax.Array]:
+    """Keys (B, N, Hkv, D) and values (B, N, Hkv, Dv) that somebody compressed, one row for each block."""
+    if compressed is None:
+        return {}
+    Hkv, *widths = sizes
+    if not isinstance(compressed, tuple | list) or len(compressed) != 2:
+        raise TypeError(f"compressed must be a pair (keys, values), got {type(compressed).__name__}")
+    found = {}
+    for name, x, width in zip(("compressed_key", "compressed_value"), compressed, widths, strict=True):
+        x = folded(float_array(name, x))
+        # the last block may be left out while it is not whole
+        if x.shape not in ((*rows, Hkv, width), (rows[0], rows[1] - 1, Hkv, width)):
+            raise ValueError(f"{name} {x.shape} must have a row for each block: {(*rows, Hkv, width)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, query has {dtype}: they must be the same")
+        found[name] = _with_rows(rows[1], x)
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _with_rows(rows: int, x: jax.Array) -> jax.Array:
+    """x (B, N or N - 1, Hkv, D) with zeros for a block that is not whole."""
+    return jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0)])
+
+
+def _most_blocks(counts: Any, rows: int) -> int:
+    """The most blocks a query may take: what the counts say where they are known."""
+    if isinstance(counts, int):
+        return max(1, min(counts, rows))
+    values = concrete(counts)
+    return rows if values is None or not values.size else int(min(rows, max(1, values.max())))
+
+
+NATIVE_SPARSE_ATTENTION = Operation(
+    name="native_sparse_attention",
+    arrays=ARRAYS,
+    outputs={"out": "B T H Dv"},
+    implementations={},
+    preference={},
+    bucket=lambda call: "",
+    splits=SPLITS,
+)
+"""What of a whole call may be split over devices; it is made of other operations, and has no implementation."""
+
+
+def run_whole(call: Call, steps: Steps, shards: Shards) -> jax.Array:
+    """out (B, T, H, Dv), on every device's part of the call where the caller says how to split it."""
+    if shards.in_specs is None or explaining():
+        return branches(call, steps)["out"]
+    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, lambda local: branches(local, steps))["out"]
+
+
+def branches(call: Call, steps: Steps) -> dict[str, jax.Array]:
+    """out (B, T, H, Dv): the sum of the branches whose gates there are."""
+    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
+    T, S = call["query"].shape[1], call["key"].shape[1]
+    where = places(T, S, call.spec.block_size, cu, call.get("kv_lengths"), call.spec.rows)
+    parts: list[tuple[Any, jax.Array]] = []
+    choosing = "block_indices" not in call and "g_slc" in call
+    lse = None
+    if "g_cmp" in call or choosing:
+        call = _with_compressed(call, cu, steps)
+        found = steps.run(FLASH_ATTENTION, _compressed_call(call, where, "cu_seqlens" in call), takes_cfg=False)
+        lse = found["lse"]
+        parts += [(call["g_cmp"], found["out"])] if "g_cmp" in call else []
+    if "block_indices" in call or choosing:
+        parts.append((call.get("g_slc"), _selected_branch(call, where, cu, lse, steps)))
+    if "g_swa" in call:
+        window = (call.spec.window - 1, 0)
+        dense = _dense_call(call, where, cu, sliding_window=window)
+        parts.append((call["g_swa"], steps.run(FLASH_ATTENTION, dense, takes_cfg=False)["out"]))
+    return {"out": _gated(parts, call["query"].dtype)}
+
+
+def _gated(parts: list[tuple[Any, jax.Array]], dtype: Any) -> jax.Array:
+    """Branches (B, T, H, Dv), each times its gate (B|1, T, H); one without a gate weighs 1."""
+    with default_rules():
+        return _weighed(parts).astype(dtype)
+
+
+@jax.jit
+def _weighed(parts: list[tuple[Any, jax.Array]]) -> jax.Array:
+    wide = [out.astype(jnp.float32) for _, out in parts]
+    gates = [None if gate is None else gate.astype(jnp.float32)[..., None] for gate, _ in parts]
+    terms = [out if gate is None else gate * out for gate, out in zip(gates, wide, strict=True)]
+    return sum(terms[1:], terms[0])
+
+
+def _with_compressed(call: Call, cu: Any, steps: Steps) -> Call:
+    """The call with compressed keys and values: the means of the blocks, where none are given."""
+    if "compressed_key" in call:
+        return call
+    arrays = dict(call.arrays)
+    for name in ("key", "value"):
+        pooled = pooling.canonicalise(call[name], cu, chunk_size=call.spec.block_size)
+        means = steps.run(MEAN_POOLING, pooled, takes_cfg=False)["out"]
+        arrays[f"compressed_{name}"] = means[:, : call.spec.rows]
+    return Call(call.spec, arrays, call.target)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compressed_mask(block_size: int, packed: bool, where: Places) -> MaskInfo:
+    """A query sees the blocks of its sequence that end where it does or before."""
+    last, at = where.starts + (block_size - 1), where.limits - 1
+    if not packed:
+        return MaskInfo(at.shape[1], last.shape[1], q_pos=at, kv_pos=last)
+    ids = jnp.where(where.own >= 0, where.first, -1)
+    return MaskInfo(at.shape[1], last.shape[1], q_ids=ids, kv_ids=where.sequence, q_pos=at, kv_pos=last)
+
+
+def _compressed_call(call: Call, where: Places, packed: bool) -> Call:
+    """Attention to the compressed blocks."""
+    tokens = (call[name] for name in ("query", "compressed_key", "compressed_value"))
+    mask = _compressed_mask(call.spec.block_size, packed, where)
+    return softmax.canonicalise(*tokens, mask_info=mask, causal=True, softmax_scale=call.spec.scale, return_lse=True)
+
+
+@partial(jax.jit, static_argnums=0)
+def _cache_mask(S: int, where: Places) -> MaskInfo:
+    """The keys of caches of different lengths, by where they stand."""
+    keys = jnp.arange(S, dtype=jnp.int32)[None]
+    return MaskInfo(where.limits.shape[1], S, q_pos=where.limits - 1, kv_pos=keys)
+
+
+def _dense_call(call: Call, where: Places, cu: Any, **options: Any) -> Call:
+    """Causal attention to the tokens themselves."""
+    tokens = (call[name] for name in ("query", "key", "value"))
+    if cu is not None:
+        options["cum_seqlens_q"] = cu
+    elif "kv_lengths" in call:
+        options["mask_info"] = _cache_mask(call["key"].shape[1], where)
+    return softmax.canonicalise(*tokens, causal=True, softmax_scale=call.spec.scale, **options)
+
+
+def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps) -> jax.Array:
+    """Attention to the blocks given, or to those that the compressed keys say."""
+    counts = call.get("block_counts")
+    if "block_indices" not in call and counts is None and call.spec.count >= call.spec.rows:
+        # every block is selected
+        return steps.run(FLASH_ATTENTION, _dense_call(call, where, cu), takes_cfg=False)["out"]
+    indices = call.get("block_indices")
+    if indices is None:
+        chosen = selection_call(
+            call["query"], call["compressed_key"], lse, where, scale=call.spec.scale, count=call.spec.count
+        )
+        indices = steps.run(SELECT_BLOCKS, chosen, takes_cfg=False)["indices"]
+    made = selected.Spec(call.spec.scale, call.spec.block_size)
+    arrays = {name: call[name] for name in ("query", "key", "value")}
+    arrays |= {"starts": where.starts, "limits": where.limits}
+    limit = counts if counts is not None else (call.spec.count if "block_indices" not in call else None)
+    arrays["indices"] = selected.table_rows(indices, limit, where)
+    return steps.run(SELECTED_ATTENTION, Call(made, arrays))["out"]
+
+
+def run_selection(
+    query: Any,
+    compressed_key: Any,
+    block_counts: Any,
+    cu_seqlens: Any,
+    *,
+    kv_lengths: Any,
+    block_size: int,
+    softmax_scale: Any,
+    steps: Steps,
+) -> jax.Array:
+    """The blocks (B, T, Hkv, count) that a whole call would select."""
+    query, key, _ = selected.check_tokens(query, compressed_key, compressed_key)
+    B, T, _, D = query.shape
+    block_size, count = static_int("block_size", block_size, 1), static_int("block_counts", block_counts, 1)
+    S = T if kv_lengths is None else max(T, key.shape[1] * block_size)
+    cu_seqlens, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
+    rows = block_rows(S, block_size, cu_seqlens)
+    if key.shape[1] not in (rows, rows - 1):
+        raise ValueError(
+            f"compressed_key {compressed_key.shape} must have a row for each of the {rows} blocks of {T} tokens; "
+            "queries that are the last tokens of more need kv_lengths"
+        )
+    key = _with_rows(rows, key)
+    where = places(T, S, block_size, cu_seqlens, kv_lengths)
+    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
+    arrays = {"query": query, "compressed_key": key, "compressed_value": key}
+    call = Call(Spec(scale, block_size, 0, count, rows), arrays)
+    lse = steps.run(FLASH_ATTENTION, _compressed_call(call, where, cu_seqlens is not None), takes_cfg=False)["lse"]
+    return steps.run(SELECT_BLOCKS, selection_call(query, key, lse, where, scale=scale, count=count))["indices"]
