@@ -81,5 +81,5 @@ def test_families_that_disagree_on_an_option(monkeypatch):
         return {}
 
     monkeypatch.setattr(about, "FAMILY", replace(about.FAMILY, arguments=arguments))
-    with pytest.raises(TypeError, match="the families disagree on length: int, int, int, str"):
+    with pytest.raises(TypeError, match=r"the families disagree on length: (int, )+str"):
         with_sizes(lambda sizes: None)

@@ -46,7 +46,9 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
     else:
         chosen = f"[green]{answer.platform}[/] ({answer.reason})"
         console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: {chosen}")
-        console.print(f"config: {answer.config} (from {answer.config_source})", markup=False)
+        for part in answer.parts or (answer,):
+            name = f"{part.operation}, {part.platform}: " if answer.parts else ""
+            console.print(f"{name}config: {part.config} (from {part.config_source})", markup=False)
         if (other := answer.gradient) is not None:
             console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)

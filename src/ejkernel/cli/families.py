@@ -16,5 +16,9 @@ def family_of(operation: str) -> Family:
     for family in families().values():
         if operation in family.functions:
             return family
-    known = sorted(name for family in families().values() for name in family.functions)
-    raise ValueError(f"{unknown('operation', operation, known)}; families: {', '.join(families())}")
+    raise ValueError(f"{unknown('operation', operation, known_functions())}; families: {', '.join(families())}")
+
+
+def known_functions() -> list[str]:
+    """The public functions of all families: operations, and what is made of several."""
+    return sorted(name for family in families().values() for name in family.functions)

@@ -11,7 +11,7 @@ import ejkernel
 from ejkernel.checks.names import unknown
 from ejkernel.cli import bench, screen
 from ejkernel.cli.explain import OperationName, explain
-from ejkernel.cli.families import families
+from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.interrupt import end_on_interrupt
 from ejkernel.cli.sizes import with_sizes
 from ejkernel.cli.tune import tune
@@ -51,12 +51,12 @@ def verify(
 
     from ejkernel.cli.verify import platforms_for
     from ejkernel.cli.verify import verify as outcomes_of
-    from ejkernel.ops import PLATFORMS, list_operations
+    from ejkernel.ops import PLATFORMS
 
     console = screen.console()
     for name in operations or ():
-        if name not in list_operations():
-            raise typer.BadParameter(unknown("operation", name, list_operations()))
+        if name not in known_functions():
+            raise typer.BadParameter(unknown("operation", name, known_functions()))
     if platform not in (None, *PLATFORMS):
         raise typer.BadParameter(unknown("platform", platform, PLATFORMS))
     work, refused = [], {}

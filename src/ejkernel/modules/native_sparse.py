@@ -199,8 +199,7 @@ def select_blocks(
     >>> select_blocks(q, k, 4, block_size=1)[0, 7, 0].tolist()
     [0, 7, 6, 5]
     """
-    steps = Steps("select_blocks", platform, cfg)
-    indices = whole.run_selection(
+    call = whole.selecting_call(
         query,
         compressed_key,
         block_counts,
@@ -208,7 +207,8 @@ def select_blocks(
         kv_lengths=kv_lengths,
         block_size=block_size,
         softmax_scale=softmax_scale,
-        steps=steps,
     )
+    steps = Steps("select_blocks", platform, cfg)
+    indices = whole.run_selection(call, steps)
     steps.done()
     return unfolded(indices, query.shape[:-3])

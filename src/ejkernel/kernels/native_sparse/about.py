@@ -34,7 +34,7 @@ def _arguments(
         return {"query": query, "compressed_key": compressed, "block_counts": blocks, "block_size": block_size}
     tokens = {"query": query, "key": key, "value": key, "block_size": block_size}
     if operation == "selected_attention":
-        return tokens | {"block_indices": struct("int32", batch, length, kv_heads, blocks)}
+        return tokens | {"block_indices": jax.ShapeDtypeStruct((batch, length, kv_heads, blocks), "int32")}
     gate = struct(dtype, batch, length, heads)
     return tokens | {"g_cmp": gate, "g_slc": gate, "block_counts": blocks}
 
@@ -88,7 +88,7 @@ FAMILY = Family(
     functions={
         "native_sparse_attention": PublicFunction("ejkernel.modules", whole.canonicalise),
         "selected_attention": PublicFunction("ejkernel.modules", canonicalise),
-        "select_blocks": PublicFunction("ejkernel.modules", canonicalise),
+        "select_blocks": PublicFunction("ejkernel.modules", whole.selecting_call),
     },
     arguments=_arguments,
     checks=_checks,

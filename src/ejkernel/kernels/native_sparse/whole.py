@@ -261,10 +261,7 @@ def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps)
         return steps.run(FLASH_ATTENTION, _dense_call(call, where, cu), takes_cfg=False)["out"]
     indices = call.get("block_indices")
     if indices is None:
-        chosen = selection_call(
-            call["query"], call["compressed_key"], lse, where, scale=call.spec.scale, count=call.spec.count
-        )
-        indices = steps.run(SELECT_BLOCKS, chosen, takes_cfg=False)["indices"]
+        indices = steps.run(SELECT_BLOCKS, _selection(call, where, lse), takes_cfg=False)["indices"]
     made = selected.Spec(call.spec.scale, call.spec.block_size)
     arrays = {name: call[name] for name in ("query", "key", "value")}
     arrays |= {"starts": where.starts, "limits": where.limits}
@@ -273,18 +270,17 @@ def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps)
     return steps.run(SELECTED_ATTENTION, Call(made, arrays))["out"]
 
 
-def run_selection(
+def selecting_call(
     query: Any,
     compressed_key: Any,
-    block_counts: Any,
-    cu_seqlens: Any,
+    block_counts: Any = 16,
+    cu_seqlens: Any = None,
     *,
-    kv_lengths: Any,
-    block_size: int,
-    softmax_scale: Any,
-    steps: Steps,
-) -> jax.Array:
-    """The blocks (B, T, Hkv, count) that a whole call would select."""
+    kv_lengths: Any = None,
+    block_size: int = 64,
+    softmax_scale: Any = None,
+) -> Call:
+    """Check a call of `select_blocks` and bring it to the form of a whole call, of which it is a part."""
     query, key, _ = selected.check_tokens(query, compressed_key, compressed_key)
     B, T, _, D = query.shape
     block_size, count = static_int("block_size", block_size, 1), static_int("block_counts", block_counts, 1)
@@ -296,10 +292,24 @@ def run_selection(
             f"compressed_key {compressed_key.shape} must have a row for each of the {rows} blocks of {T} tokens; "
             "queries that are the last tokens of more need kv_lengths"
         )
-    key = _with_rows(rows, key)
-    where = places(T, S, block_size, cu_seqlens, kv_lengths)
     scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
-    arrays = {"query": query, "compressed_key": key, "compressed_value": key}
-    call = Call(Spec(scale, block_size, 0, count, rows), arrays)
-    lse = steps.run(FLASH_ATTENTION, _compressed_call(call, where, cu_seqlens is not None), takes_cfg=False)["lse"]
-    return steps.run(SELECT_BLOCKS, selection_call(query, key, lse, where, scale=scale, count=count))["indices"]
+    key = _with_rows(rows, key)
+    arrays: dict[str, Any] = {"query": query, "compressed_key": key, "compressed_value": key}
+    arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
+    arrays["kv_lengths"] = kv_lengths
+    return Call(Spec(scale, block_size, 0, count, rows), {name: x for name, x in arrays.items() if x is not None})
+
+
+def run_selection(call: Call, steps: Steps) -> jax.Array:
+    """The blocks (B, T, Hkv, count) that a whole call would select."""
+    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
+    (_, T), rows, size = call["query"].shape[:2], call.spec.rows, call.spec.block_size
+    S = T if "kv_lengths" not in call else max(T, rows * size)
+    where = places(T, S, size, cu, call.get("kv_lengths"), rows)
+    lse = steps.run(FLASH_ATTENTION, _compressed_call(call, where, cu is not None), takes_cfg=False)["lse"]
+    return steps.run(SELECT_BLOCKS, _selection(call, where, lse))["indices"]
+
+
+def _selection(call: Call, where: Places, lse: jax.Array) -> Call:
+    tokens = call["query"], call["compressed_key"], lse
+    return selection_call(*tokens, where, scale=call.spec.scale, count=call.spec.count)
