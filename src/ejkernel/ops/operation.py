@@ -74,6 +74,10 @@ def _takes_any_config(call: Call, config: Any) -> list[str]:
     return []
 
 
+def _no_remark(call: Call, config: Any) -> str:
+    return ""
+
+
 @dataclass(eq=False)
 class Implementation:
     """How one platform does an operation. A platform's file makes one, called `IMPLEMENTATION`.
@@ -92,6 +96,7 @@ class Implementation:
             depend on the config, and its own backward follows with the same one.
         deterministic: whether the backward gives the same bits every run.
         deterministic_by_xla: whether it does so at least with XLA's `--xla_gpu_deterministic_ops`.
+        remark: what `explain` says of a config beside its fields: why it is that one, say.
     """
 
     Config: type
@@ -104,6 +109,7 @@ class Implementation:
     shared_residuals: bool = True
     deterministic: bool = True
     deterministic_by_xla: bool = False
+    remark: Callable[[Call, Any], str] = _no_remark
 
 
 def _no_probes() -> dict[str, Call]:
