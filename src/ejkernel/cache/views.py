@@ -116,7 +116,7 @@ class TransformerCacheView:
             raise ValueError(f"lengths must have shape ({B},), one per row, got {count.shape}")
         index = jnp.asarray(self.index)
         check_rows(index, index + count > S, f"the tokens of a row must fit into the {S} of the cache; its index is")
-        token = jnp.arange(T)
+        token = jnp.arange(T)[None]
         position = index[:, None] + token
         written = (token < count[:, None]) & (position < S)
         # S + token is outside, so dropped, and like all others met once
