@@ -15,6 +15,7 @@ from ejkernel.modules import (
     flash_attention,
     gla_attention,
     lightning_attention,
+    native_sparse_attention,
     ragged_decode_attention,
     recurrent_attention,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "flash_attn_varlen",
     "flash_attn_varlen_decode",
     "lightning_attn",
+    "native_spare_attention",
     "recurrent",
     "recurrent_gla",
 ]
@@ -187,6 +189,45 @@ def lightning_attn(
     options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
     layer = {"layer_idx": layer_idx, "num_layers": num_layers}
     return lightning_attention(q, k, v, initial_state, cu_seqlens, **layer, **options)
+
+
+def native_spare_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g_cmp: jax.Array | None = None,
+    g_slc: jax.Array | None = None,
+    g_swa: jax.Array | None = None,
+    block_indices: jax.Array | None = None,
+    block_counts: int | jax.Array = 16,
+    block_size: int = 64,
+    window_size: int = 0,
+    scale: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+) -> jax.Array:
+    """Native sparse attention (the name is spelt as in ejgpu): `ejkernel.modules.native_sparse_attention`, which
+    documents the arguments.
+
+    >>> from ejgpu.utils import generate_block_indices
+    >>> q, k = jnp.ones((1, 64, 16, 32)), jnp.ones((1, 64, 1, 32))
+    >>> blocks = generate_block_indices(1, 64, 1, 2, 16)
+    >>> native_spare_attention(q, k, k, block_indices=blocks, block_size=16).shape
+    (1, 64, 16, 32)
+    """
+    return native_sparse_attention(
+        q,
+        k,
+        v,
+        g_cmp,
+        g_slc,
+        block_indices,
+        block_counts,
+        cu_seqlens,
+        g_swa=g_swa,
+        block_size=block_size,
+        window_size=window_size,
+        softmax_scale=scale,
+    )
 
 
 def _check_layout(layout: str, arrays: dict[str, jax.Array], cu_q: object, cu_k: object) -> None:

@@ -123,6 +123,14 @@ def test_linear_attention_gives_out_and_state():
             np.testing.assert_array_equal(mine, right)
 
 
+def test_native_sparse_attention_passes_everything_on():
+    q, k, v = normal("q", (1, 32, 4, 8)), normal("k", (1, 32, 2, 8)), normal("v", (1, 32, 2, 8))
+    gates = {name: jax.nn.sigmoid(normal(name, (1, 32, 4))) for name in ("g_cmp", "g_slc", "g_swa")}
+    given = gates | {"block_counts": 2, "block_size": 8, "window_size": 5, "cu_seqlens": jnp.array([0, 20, 32])}
+    found = ejgpu.native_spare_attention(q, k, v, scale=0.3, **given)
+    np.testing.assert_array_equal(found, modules.native_sparse_attention(q, k, v, softmax_scale=0.3, **given))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -100,3 +100,48 @@ def test_recurrent_attention(capsys):
     np.testing.assert_allclose(state, states[:, -1], atol=LENGTH * largest)
     right = np.einsum("bthd,bthde->bthe", q, states) * 64**-0.5
     np.testing.assert_allclose(output, right, atol=LENGTH * np.abs(right).max())
+
+
+def test_native_sparse_attention(capsys):
+    from ejgpu import native_spare_attention
+    from ejgpu.utils import generate_block_indices, numeric_gen
+
+    # Example usage of native sparse attention
+    batch_size = 1
+    kv_heads = 1
+    query_heads = 16
+    sequence_length = 128
+    head_dim = 64
+    num_blocks_per_token = 8
+    block_size = 16
+    scale = 0.1
+
+    query = numeric_gen(batch_size, sequence_length, query_heads, head_dim)
+    key = numeric_gen(batch_size, sequence_length, kv_heads, head_dim)
+    value = numeric_gen(batch_size, sequence_length, kv_heads, head_dim)
+    block_indices = generate_block_indices(
+        batch_size,
+        sequence_length,
+        kv_heads,
+        num_blocks_per_token,
+        block_size
+    )  # fmt: skip
+
+    # Apply native sparse attention
+    output = native_spare_attention(
+        q=query,
+        k=key,
+        v=value,
+        block_indices=block_indices,
+        block_size=block_size,
+        scale=scale
+    )  # fmt: skip
+
+    print("Native Sparse Attention Output Shape:", output.shape)
+
+    assert capsys.readouterr().out == "Native Sparse Attention Output Shape: (1, 128, 16, 64)\n"
+    q, k, v = wide(query, key, value)
+    blocks, token = np.asarray(block_indices)[0, :, 0], np.arange(128)
+    seen = (token // 16 == blocks[..., None]).any(1) & (token <= token[:, None])  # (T, S)
+    logits = np.where(seen, 0.1 * np.einsum("thd,sd->hts", q[0], k[0, :, 0]), -np.inf)
+    np.testing.assert_allclose(output[0], np.einsum("hts,sd->thd", softmax(logits), v[0, :, 0]), atol=LENGTH)
