@@ -85,6 +85,10 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
+$(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e ".[test,torch]"
+	@touch $@
+
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e ".[$*]"
 	@touch $@

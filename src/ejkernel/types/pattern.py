@@ -53,6 +53,7 @@ class BlockPattern:
         *,
         homo_head: bool = False,
         num_dense_heads: int = 0,
+        num_kv_heads: int | None = None,
         offset: int = 0,
         block_size: int | tuple[int, int] | None = None,
     ) -> "BlockPattern":
@@ -64,6 +65,7 @@ class BlockPattern:
         Args:
             homo_head: every head uses head 0's pattern.
             num_dense_heads: the last so many heads see all blocks up to their own.
+            num_kv_heads: `h` and `num_dense_heads` count key heads, and the query heads of a group share its pattern.
             offset: shifts the columns of all heads.
 
         >>> BlockPattern.local_stride(8, 16, local_blocks=2, vert_stride=4, num_dense_heads=1).dense.shape
@@ -75,14 +77,18 @@ class BlockPattern:
         vert_stride = static_int("vert_stride", vert_stride, 1)
         num_dense_heads = static_int("num_dense_heads", num_dense_heads, 0)
         offset = static_int("offset", offset)
-        if num_dense_heads > num_heads:
-            raise ValueError(f"num_dense_heads must be at most {num_heads=}, got {num_dense_heads}")
+        rows = num_heads if num_kv_heads is None else static_int("num_kv_heads", num_kv_heads, 1)
+        if num_heads % rows:
+            raise ValueError(f"{num_heads=} must be a multiple of {num_kv_heads=}")
+        if num_dense_heads > rows:
+            most = f"{num_heads=}" if num_kv_heads is None else f"{num_kv_heads=}"
+            raise ValueError(f"num_dense_heads must be at most {most}, got {num_dense_heads}")
         shared = homo_head and num_dense_heads == 0
-        head = np.arange(1 if shared else num_heads)[:, None, None]  # (H|1, 1, 1)
+        head = np.arange(1 if shared else rows).repeat(1 if shared else num_heads // rows)[:, None, None]  # (H|1, 1, 1)
         q, k = np.arange(num_blocks)[:, None], np.arange(num_blocks)  # (n, 1), (n,)
         step = 0 if homo_head else max(1, vert_stride // num_heads)
         seen = (q - k < local_blocks) | ((k + head * step + offset) % vert_stride == 0)
-        seen |= head >= num_heads - num_dense_heads
+        seen |= head >= rows - num_dense_heads
         return cls(seen & (k <= q), _checked_block_size(block_size), num_heads)
 
     @classmethod

@@ -7,11 +7,13 @@ A schedule has one of two forms, by what the mask can promise:
   masks give them in closed form, as constants of the traced program; segments, lengths and positions give them on
   the device, from the smallest and largest id and position in each block.
 - `Lists`: the visited blocks are listed one by one, those that need no mask first. Block patterns and dense masks.
+
+The arithmetic is written over a namespace `xp` of arrays: jax.numpy, numpy where everything is known on the host, or
+`ejkernel.torch.arrays` for tensors.
 """
 
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -65,21 +67,21 @@ class Lists(NamedTuple):
 Schedule = Ranges | Lists
 
 
-def plan(call: Call, block_q: int, block_k: int, side: Side) -> Schedule:
+def plan(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> Schedule:
     """The schedule of a call: one row per query block (`side="q"`) or per key block (`side="k"`)."""
     dims = dimensions(call)
     ranges = _closed_ranges(call, dims, block_q, block_k, side)
     if "pattern" in call or "mask" in call:
-        return _lists(call, dims, ranges, block_q, block_k, side)
+        return _lists(call, dims, ranges, block_q, block_k, side, xp)
     if "q_segments" in call or "q_positions" in call:
-        some, every = _interval_maps(call, dims, block_q, block_k)
-        return Ranges(_intersect(ranges, _runs(*_oriented(some, every, side))))
+        some, every = _interval_maps(call, dims, block_q, block_k, xp)
+        return Ranges(_intersect(xp.asarray(ranges), _runs(*_oriented(some, every, side, xp), xp), xp))
     return Ranges(ranges)
 
 
-def visited_fraction(call: Call, block_q: int, block_k: int) -> float:
+def visited_fraction(call: Call, block_q: int, block_k: int, xp: Any = jnp) -> float:
     """Visited blocks over all blocks, for a schedule whose arrays are concrete."""
-    schedule = plan(call, block_q, block_k, "q")
+    schedule = plan(call, block_q, block_k, "q", xp)
     dims = dimensions(call)
     table = np.asarray(schedule.bounds if isinstance(schedule, Ranges) else schedule.number)
     visits = table[..., 3] - table[..., 0] if isinstance(schedule, Ranges) else table[..., 1]
@@ -159,38 +161,57 @@ def _block_units(some: list[np.ndarray], every: list[np.ndarray], columns: tuple
 class _Extent(NamedTuple):
     """Smallest and largest value in each block, over the entries that count; whether all of them count."""
 
-    low: jax.Array  # (B|1, n)
-    high: jax.Array
-    whole: jax.Array
+    low: Any  # (B|1, n)
+    high: Any
+    whole: Any
 
 
-def _extents(values: jax.Array, valid: jax.Array | None, block: int) -> _Extent:
+def _extents(values: Any, valid: Any, block: int, xp: Any) -> _Extent:
     rows, length = values.shape
     padding = ((0, 0), (0, -length % block))
-    valid = jnp.ones((1, length), bool) if valid is None else valid
-    valid = jnp.pad(jnp.broadcast_to(valid, values.shape), padding)
-    low = jnp.where(valid, jnp.pad(values, padding), _FAR).reshape(rows, -1, block).min(-1)
-    high = jnp.where(valid, jnp.pad(values, padding), -_FAR).reshape(rows, -1, block).max(-1)
-    return _Extent(low, high, valid.reshape(rows, -1, block).all(-1))
+    valid = xp.ones((1, length), dtype=xp.bool_) if valid is None else valid
+    valid = xp.pad(xp.broadcast_to(valid, values.shape), padding)
+    low = xp.min(xp.where(valid, xp.pad(values, padding), _FAR).reshape(rows, -1, block), axis=-1)
+    high = xp.max(xp.where(valid, xp.pad(values, padding), -_FAR).reshape(rows, -1, block), axis=-1)
+    return _Extent(low, high, xp.all(valid.reshape(rows, -1, block), axis=-1))
 
 
-def _interval_maps(call: Call, dims: Dimensions, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
+def _position_extents(call: Call, dims: Dimensions, block_q: int, block_k: int, xp: Any) -> tuple[_Extent, _Extent]:
+    """Of the explicit positions, or of plain indices with the ends aligned."""
+    if "q_positions" in call:
+        q_valid, k_valid = _valid(call)
+        return (
+            _extents(call["q_positions"], q_valid, block_q, xp),
+            _extents(call["kv_positions"], k_valid, block_k, xp),
+        )
+    blocks = (_blocks(dims.T, block_q, dims.S - dims.T), _blocks(dims.S, block_k, 0))
+    q, k = (_Extent(*(xp.asarray(x[None]) for x in (*ends, np.ones(len(ends[0]), bool)))) for ends in blocks)
+    return q, k
+
+
+def _valid(call: Call) -> tuple[Any, Any]:
+    """Which queries and which keys are no padding; None where all are."""
+    if "q_segments" not in call:
+        return None, None
+    return call["q_segments"] >= 0, call["kv_segments"] >= 0
+
+
+def _interval_maps(call: Call, dims: Dimensions, block_q: int, block_k: int, xp: Any) -> tuple[Any, Any]:
     """Block maps (B|1, nq, nk) from segments and explicit positions: may a pair be visible, are all pairs?"""
-    q_ids, k_ids = call.get("q_segments"), call.get("kv_segments")
-    q_valid, k_valid = (None, None) if q_ids is None else (q_ids >= 0, k_ids >= 0)
-    some = every = jnp.ones((1, 1, 1), bool)
-    if q_ids is not None:
-        q, k = _across(_extents(q_ids, q_valid, block_q), _extents(k_ids, k_valid, block_k))
+    some = every = xp.ones((1, 1, 1), dtype=xp.bool_)
+    if "q_segments" in call:
+        q_valid, k_valid = _valid(call)
+        q, k = _across(
+            _extents(call["q_segments"], q_valid, block_q, xp), _extents(call["kv_segments"], k_valid, block_k, xp)
+        )
         some = (q.low <= k.high) & (k.low <= q.high)
         every = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & q.whole & k.whole
     if "q_positions" in call:
-        q, k = _across(
-            _extents(call["q_positions"], q_valid, block_q), _extents(call["kv_positions"], k_valid, block_k)
-        )
-        visible, covered = _position_maps(call.spec, q, k)
+        q, k = _across(*_position_extents(call, dims, block_q, block_k, xp))
+        visible, covered = _position_maps(call.spec, q, k, xp)
         # a block with no entry that counts has low > high: it is never visited
-        some &= visible & (q.low <= q.high) & (k.low <= k.high)
-        every &= covered & q.whole & k.whole
+        some = some & visible & (q.low <= q.high) & (k.low <= k.high)
+        every = every & covered & q.whole & k.whole
     return some, every
 
 
@@ -198,109 +219,141 @@ def _across(q: _Extent, k: _Extent) -> tuple[_Extent, _Extent]:
     return _Extent(*(x[:, :, None] for x in q)), _Extent(*(x[:, None, :] for x in k))
 
 
-def _position_maps(spec: Spec, q: _Extent, k: _Extent) -> tuple[jax.Array, jax.Array]:
-    some = every = jnp.ones((1, 1, 1), bool)
+def _position_maps(spec: Spec, q: _Extent, k: _Extent, xp: Any) -> tuple[Any, Any]:
+    some = every = xp.ones((1, 1, 1), dtype=xp.bool_)
     if spec.band.lo is not None:
         some, every = some & (k.high - q.low >= spec.band.lo), every & (k.low - q.high >= spec.band.lo)
     if spec.band.hi is not None:
         some, every = some & (k.low - q.high <= spec.band.hi), every & (k.high - q.low <= spec.band.hi)
     if spec.chunk is not None:
         c = spec.chunk
-        some &= (q.low // c <= k.high // c) & (k.low // c <= q.high // c)
-        every &= (q.low // c == q.high // c) & (k.low // c == k.high // c) & (q.low // c == k.low // c)
+        some = some & (q.low // c <= k.high // c) & (k.low // c <= q.high // c)
+        every = every & (q.low // c == q.high // c) & (k.low // c == k.high // c) & (q.low // c == k.low // c)
     return some, every
 
 
-def _oriented(some: jax.Array, every: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
-    return (some, every) if side == "q" else (some.swapaxes(-1, -2), every.swapaxes(-1, -2))
+def _oriented(some: Any, every: Any, side: Side, xp: Any) -> tuple[Any, Any]:
+    return (some, every) if side == "q" else (xp.swapaxes(some, -1, -2), xp.swapaxes(every, -1, -2))
 
 
-def _runs(some: jax.Array, every: jax.Array) -> jax.Array:
+def _runs(some: Any, every: Any, xp: Any) -> Any:
     """Maps (B|1, n, m) to bounds (B|1, 1, n, 4): the hull of the visible blocks, the first run of unmasked ones."""
     m = some.shape[-1]
-    at = jnp.arange(m, dtype=jnp.int32)
-    lo = jnp.where(some, at, m).min(-1)
-    hi = jnp.where(some, at + 1, 0).max(-1)
-    full_lo = jnp.where(every & some, at, m).min(-1)
-    full_hi = jnp.where(~(every & some) & (at >= full_lo[..., None]), at, m).min(-1)
-    return jnp.stack([lo, full_lo, full_hi, jnp.maximum(hi, lo)], axis=-1)[:, None].astype(jnp.int32)
+    at = xp.arange(m, dtype=xp.int32)
+    lo = xp.min(xp.where(some, at, m), axis=-1)
+    hi = xp.max(xp.where(some, at + 1, 0), axis=-1)
+    full_lo = xp.min(xp.where(every & some, at, m), axis=-1)
+    full_hi = xp.min(xp.where(~(every & some) & (at >= full_lo[..., None]), at, m), axis=-1)
+    return xp.asarray(xp.stack([lo, full_lo, full_hi, xp.maximum(hi, lo)], axis=-1)[:, None], dtype=xp.int32)
 
 
-def _intersect(a: Any, b: Any) -> jax.Array:
+def _intersect(a: Any, b: Any, xp: Any) -> Any:
     """Bounds that both allow; an empty result is an empty range, never a negative one."""
-    lo, hi = jnp.maximum(a[..., 0], b[..., 0]), jnp.minimum(a[..., 3], b[..., 3])
-    hi = jnp.maximum(hi, lo)
-    full_lo = jnp.clip(jnp.maximum(a[..., 1], b[..., 1]), lo, hi)
-    full_hi = jnp.clip(jnp.minimum(a[..., 2], b[..., 2]), full_lo, hi)
-    return jnp.stack([lo, full_lo, full_hi, hi], axis=-1).astype(jnp.int32)
+    lo, hi = xp.maximum(a[..., 0], b[..., 0]), xp.minimum(a[..., 3], b[..., 3])
+    hi = xp.maximum(hi, lo)
+    full_lo = xp.clip(xp.maximum(a[..., 1], b[..., 1]), lo, hi)
+    full_hi = xp.clip(xp.minimum(a[..., 2], b[..., 2]), full_lo, hi)
+    return xp.asarray(xp.stack([lo, full_lo, full_hi, hi], axis=-1), dtype=xp.int32)
 
 
 # Lists ------------------------------------------------------------------------------------------------------
 
 
-def _lists(call: Call, dims: Dimensions, ranges: np.ndarray, block_q: int, block_k: int, side: Side) -> Lists:
-    some, every = _range_maps(ranges, dims, block_q, block_k, side)
+def _lists(call: Call, dims: Dimensions, ranges: np.ndarray, block_q: int, block_k: int, side: Side, xp: Any) -> Lists:
+    some, every = _range_maps(ranges, dims, block_q, block_k, side, xp)
     if "q_segments" in call or "q_positions" in call:
-        seen, full = _interval_maps(call, dims, block_q, block_k)
-        maps = _oriented(seen[:, None], full[:, None], side)
+        seen, full = _interval_maps(call, dims, block_q, block_k, xp)
+        maps = _oriented(seen[:, None], full[:, None], side, xp)
         some, every = some & maps[0], every & maps[1]
     for name in ("pattern", "mask"):
         if name in call:
-            elements = _expanded(call, name, dims)
-            maps = _oriented(*_reduced(elements, dims, block_q, block_k), side)
+            maps = _oriented(*_cell_maps(call, name, dims, block_q, block_k, xp), side, xp)
             some, every = some & maps[0], every & maps[1]
-    return _compact(some, some & every)
+    return _compact(some, some & every, xp)
 
 
-def _range_maps(ranges: np.ndarray, dims: Dimensions, block_q: int, block_k: int, side: Side):
+def _range_maps(ranges: np.ndarray, dims: Dimensions, block_q: int, block_k: int, side: Side, xp: Any):
     m = -(-dims.S // block_k) if side == "q" else -(-dims.T // block_q)
     at = np.arange(m)
     lo, full_lo, full_hi, hi = np.moveaxis(ranges, -1, 0)[..., None]
-    return jnp.asarray((lo <= at) & (at < hi)), jnp.asarray((full_lo <= at) & (at < full_hi))
+    return xp.asarray((lo <= at) & (at < hi)), xp.asarray((full_lo <= at) & (at < full_hi))
 
 
 class _Cells(NamedTuple):
     """A boolean grid (B|1, H|1, rows, columns) whose cells cover `height` queries and `width` keys each."""
 
-    grid: jax.Array
+    grid: Any
     height: int
     width: int
 
 
-def _expanded(call: Call, name: str, dims: Dimensions) -> _Cells:
-    grid = call[name]
-    if name == "pattern":
-        return _Cells(grid, *call.spec.pattern_block)
-    return _Cells(grid, 1 if grid.shape[2] > 1 else dims.T, 1 if grid.shape[3] > 1 else dims.S)
-
-
-def _reduced(cells: _Cells, dims: Dimensions, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
+def _cell_maps(call: Call, name: str, dims: Dimensions, block_q: int, block_k: int, xp: Any) -> tuple[Any, Any]:
     """Whether any, and whether every, cell that a tile touches is set: (B|1, H|1, nq, nk) each."""
+    grid = call[name]
+    if name == "mask":
+        cells = _Cells(grid, 1 if grid.shape[2] > 1 else dims.T, 1 if grid.shape[3] > 1 else dims.S)
+        return _reduced(cells, dims, block_q, block_k, xp)
+    cells = _Cells(grid, *call.spec.pattern_block)
+    if call.spec.pattern_by_position:
+        return _cells_between(cells, *_position_extents(call, dims, block_q, block_k, xp), xp)
+    return _reduced(cells, dims, block_q, block_k, xp)
+
+
+def _cells_between(cells: _Cells, q: _Extent, k: _Extent, xp: Any) -> tuple[Any, Any]:
+    """Of cells (1, H|1, rows, columns) counted by position, from the positions in each tile.
+
+    A sum over a rectangle of cells is a difference of four sums over those that start at the origin.
+    """
+    _, _, R, C = cells.grid.shape
+    top, bottom = _cell_range(q, cells.height, R, xp)  # (B|1, nq)
+    left, right = _cell_range(k, cells.width, C, xp)  # (B|1, nk)
+    sums = xp.cumsum(xp.cumsum(xp.asarray(cells.grid[0], dtype=xp.int32), axis=-2, dtype=xp.int32), axis=-1)
+    sums = xp.pad(sums, ((0, 0), (1, 0), (1, 0)))  # (H|1, R + 1, C + 1)
+
+    def up_to(row: Any, column: Any) -> Any:
+        return sums[:, row[:, :, None], column[:, None, :]]  # (H|1, B|1, nq, nk)
+
+    number = up_to(bottom, right) - up_to(top, right) - up_to(bottom, left) + up_to(top, left)
+    number = xp.swapaxes(number, 0, 1)
+    inside_q, inside_k = (q.low >= 0) & (q.high < R * cells.height), (k.low >= 0) & (k.high < C * cells.width)
+    area = ((bottom - top)[:, :, None] * (right - left)[:, None, :])[:, None]
+    inside = (inside_q[:, :, None] & inside_k[:, None, :])[:, None]
+    return number > 0, (number == area) & inside
+
+
+def _cell_range(extent: _Extent, size: int, cells: int, xp: Any) -> tuple[Any, Any]:
+    """The cells that the positions of each block lie in: the first, and one past the last; none may be an empty run."""
+    first = xp.clip(extent.low // size, 0, cells)
+    return first, xp.maximum(xp.clip(extent.high // size + 1, 0, cells), first)
+
+
+def _reduced(cells: _Cells, dims: Dimensions, block_q: int, block_k: int, xp: Any) -> tuple[Any, Any]:
+    """The same for cells counted by plain index."""
     some, every = cells.grid, cells.grid
     for axis, size, block, length in ((2, cells.height, block_q, dims.T), (3, cells.width, block_k, dims.S)):
-        some = _grouped(some, size, block, length, axis)
-        every = ~_grouped(~every, size, block, length, axis)
+        some = _grouped(some, size, block, length, axis, xp)
+        every = ~_grouped(~every, size, block, length, axis, xp)
     return some, every
 
 
-def _grouped(x: jax.Array, size: int, block: int, length: int, axis: int) -> jax.Array:
+def _grouped(x: Any, size: int, block: int, length: int, axis: int, xp: Any) -> Any:
     """Whether any cell of x (each `size` long) that touches a block is set, along one axis."""
     starts = np.arange(0, length, block)
     if block % size == 0:
         cells = [(0, 0)] * x.ndim
         cells[axis] = (0, len(starts) * (block // size) - x.shape[axis])
         shape = (*x.shape[:axis], len(starts), block // size, *x.shape[axis + 1 :])
-        return jnp.pad(x, cells).reshape(shape).any(axis + 1)
+        return xp.any(xp.pad(x, cells).reshape(shape), axis=axis + 1)
     first, last = starts // size, (np.minimum(starts + block, length) - 1) // size
-    touched = jnp.zeros((*x.shape[:axis], len(starts), *x.shape[axis + 1 :]), bool)
+    touched = xp.zeros((*x.shape[:axis], len(starts), *x.shape[axis + 1 :]), dtype=xp.bool_)
     for step in range(int((last - first).max()) + 1):
-        touched |= jnp.take(x, np.minimum(first + step, last), axis=axis)
+        touched = touched | xp.take(x, np.minimum(first + step, last), axis=axis)
     return touched
 
 
-def _compact(some: jax.Array, every: jax.Array) -> Lists:
+def _compact(some: Any, every: Any, xp: Any) -> Lists:
     """Maps (B|1, H|1, n, m) to lists: a stable sort by (unmasked, masked, not visited)."""
-    rank = jnp.where(every, 0, jnp.where(some, 1, 2)).astype(jnp.int32)
-    index = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
-    number = jnp.stack([every.sum(-1), some.sum(-1)], axis=-1).astype(jnp.int32)
-    return Lists(number, index)
+    rank = xp.asarray(xp.where(every, 0, xp.where(some, 1, 2)), dtype=xp.int32)
+    index = xp.asarray(xp.argsort(rank, axis=-1, stable=True), dtype=xp.int32)
+    number = xp.stack([xp.sum(every, axis=-1), xp.sum(some, axis=-1)], axis=-1)
+    return Lists(xp.asarray(number, dtype=xp.int32), index)

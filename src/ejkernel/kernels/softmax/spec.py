@@ -52,7 +52,11 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """The static facts of a call. Arrays, and so all lengths, are in `Call.arrays`."""
+    """The static facts of a call. Arrays, and so all lengths, are in `Call.arrays`.
+
+    `pattern_by_position` is for `ejkernel.torch`: the blocks of its patterns are counted by position, those of a
+    `BlockPattern` by plain index.
+    """
 
     scale: float
     band: Band = Band()
@@ -62,6 +66,7 @@ class Spec:
     logits_dtype: str = "float32"
     precision: Any = None
     pattern_block: tuple[int, int] | None = None
+    pattern_by_position: bool = False
     with_argmax: bool = False
     with_lse: bool = False
 

@@ -109,7 +109,7 @@ def default_config(call: Call) -> Config:
     arrays = "bias" in call or "mask" in call
     if table is _HOPPER and (arrays or "pattern" in call):
         table = _HOPPER_WITH_ARRAYS if arrays else _HOPPER_WITH_PATTERN
-    tiles = [Tile(*tile) for tile in table[width][0 if _hides_anything(call) else 1]]
+    tiles = [Tile(*tile) for tile in table[width][0 if hides_anything(call) else 1]]
     if arrays and table is not _HOPPER_WITH_ARRAYS:
         tiles = [replace(tile, stages=1) for tile in tiles]
     return Config(*tiles)
@@ -147,43 +147,52 @@ def _strides(x: Any, n: int) -> tuple[int, int]:
     return H * n if B > 1 else 0, n if H > 1 else 0
 
 
+def arguments(call: Call, rows: Any, index: Any) -> dict[str, Any]:
+    """What the kernels share, by the names of their parameters; `rows` and `index` are of the schedule.
+
+    Arrays are taken by their shapes alone: they may be of JAX, of PyTorch, or descriptions of either.
+    """
+    spec: Spec = call.spec
+    pattern = call.get("pattern")
+    cells = 0 if pattern is None else pattern.shape[2] * pattern.shape[3]
+    row_strides = _strides(rows, 0 if rows is None else rows.shape[2])
+    return {
+        "p_q": call["query"],
+        "p_k": call["key"],
+        "p_v": call["value"],
+        "p_bias": call.get("bias"),
+        "p_sinks": call.get("sinks"),
+        "p_q_seg": call.get("q_segments"),
+        "p_k_seg": call.get("kv_segments"),
+        "p_q_pos": call.get("q_positions"),
+        "p_k_pos": call.get("kv_positions"),
+        "p_mask": call.get("mask"),
+        "p_pattern": pattern,
+        "p_seeds": call.get("dropout_seeds"),
+        "p_rows": rows,
+        "p_index": index,
+        "T": call["query"].shape[1],
+        "S": call["key"].shape[1],
+        "B": call["query"].shape[0],
+        # not in the constants: dk/dv would keep what follows from them in registers, which it lacks
+        **dict(zip(("s_rows_b", "s_rows_h"), row_strides, strict=True)),
+        **dict(zip(("s_pattern_b", "s_pattern_h"), _strides(pattern, cells), strict=True)),
+        "scale": spec.scale,
+        "soft_cap": spec.soft_cap or 1.0,
+        "keep_scale": 1.0 / (1.0 - spec.dropout),
+        "threshold": int(threshold(spec.dropout)),
+    }
+
+
 class _Launch:
     """The arguments the kernels share, by name."""
 
     def __init__(self, call: Call, tile: Tile, side: Side | None, **more: Any):
-        spec: Spec = call.spec
         self.tile = tile
         rows, index = (None, None) if side is None else _schedule(call, tile, side)
         self.n_rows = 0 if rows is None else rows.shape[2]
-        pattern = call.get("pattern")
-        cells = 0 if pattern is None else pattern.shape[2] * pattern.shape[3]
-        self.values: dict[str, Any] = {
-            "p_q": call["query"],
-            "p_k": call["key"],
-            "p_v": call["value"],
-            "p_bias": call.get("bias"),
-            "p_sinks": call.get("sinks"),
-            "p_q_seg": call.get("q_segments"),
-            "p_k_seg": call.get("kv_segments"),
-            "p_q_pos": call.get("q_positions"),
-            "p_k_pos": call.get("kv_positions"),
-            "p_mask": call.get("mask"),
-            "p_pattern": pattern,
-            "p_seeds": call.get("dropout_seeds"),
-            "p_rows": rows,
-            "p_index": index,
-            "T": call["query"].shape[1],
-            "S": call["key"].shape[1],
-            "B": call["query"].shape[0],
-            # not in the constants: dk/dv would keep what follows from them in registers, which it lacks
-            **dict(zip(("s_rows_b", "s_rows_h"), _strides(rows, self.n_rows), strict=True)),
-            **dict(zip(("s_pattern_b", "s_pattern_h"), _strides(pattern, cells), strict=True)),
-            "scale": spec.scale,
-            "soft_cap": spec.soft_cap or 1.0,
-            "keep_scale": 1.0 / (1.0 - spec.dropout),
-            "threshold": int(threshold(spec.dropout)),
-        }
-        self.constants = _constants(call, tile, LISTS=index is not None, **more)
+        self.values = arguments(call, rows, index)
+        self.constants = constants(call, tile, LISTS=index is not None, **more)
 
     def run(self, kernel: Any, grid: tuple[int, ...], out_shape: Any, aliases: Any = None, **more: Any) -> Any:
         """Launch a kernel with the arguments its signature names."""
@@ -212,7 +221,7 @@ def _schedule(call: Call, tile: Tile, side: Side) -> tuple[jax.Array, jax.Array 
     return jnp.asarray(schedule.bounds), None
 
 
-def _constants(call: Call, tile: Tile, **more: Any) -> Any:
+def constants(call: Call, tile: Tile, **more: Any) -> Any:
     """What the kernels of a call are compiled for."""
     import triton.language as tl
 
@@ -222,6 +231,7 @@ def _constants(call: Call, tile: Tile, **more: Any) -> Any:
     dims = dimensions(call)
     capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"
     pattern_q, pattern_k = spec.pattern_block or (None, None)
+    pattern_rows, pattern_columns = call["pattern"].shape[2:] if spec.pattern_by_position else (None, None)
     return Constants(
         H=dims.H,
         HK=dims.Hkv,
@@ -242,6 +252,8 @@ def _constants(call: Call, tile: Tile, **more: Any) -> Any:
         MASK=_axes(call.get("mask"), "BHTS"),
         PATTERN_Q=pattern_q,
         PATTERN_K=pattern_k,
+        PATTERN_ROWS=pattern_rows,
+        PATTERN_COLUMNS=pattern_columns,
         BIAS=_axes(call.get("bias"), "BHTS"),
         SINKS=_axes(call.get("sinks"), "BH"),
         CAPPED=capped,
@@ -255,10 +267,20 @@ def _constants(call: Call, tile: Tile, **more: Any) -> Any:
     )
 
 
-def _hides_anything(call: Call) -> bool:
+def hides_anything(call: Call) -> bool:
     """Whether a visited key can be hidden from a query, so that what it holds might leak as 0 * nan."""
     masks = ("q_segments", "q_positions", "mask", "pattern")
     return call.spec.band != (None, None) or call.spec.chunk is not None or any(name in call for name in masks)
+
+
+def careful_tile(tile: Tile) -> Tile:
+    """That of the launch over the blocks in which a fast one left a nan."""
+    return Tile(min(tile.block_q, 32), min(tile.block_k, 32), 4, 1)
+
+
+def careful_constants(tile: Tile, side: Side) -> dict[str, Any]:
+    """What tells that launch from the fast one, whose tile this is."""
+    return {"GUARD": True, "FLAG_ROWS": tile.block_q if side == "q" else tile.block_k}
 
 
 def _run_twice(
@@ -273,10 +295,10 @@ def _run_twice(
     absent = dict.fromkeys((f"p_old_{name}" for name in outputs), None)
     bad = jax.ShapeDtypeStruct((heads, fast.n_rows), jnp.int32)
     *results, flags = fast.run(kernel, (fast.n_rows, heads), [*outputs.values(), bad], **rows, **absent, p_flags=None)
-    if not _hides_anything(call):
+    if not hides_anything(call):
         return results
-    marked = {"GUARD": True, "FLAG_ROWS": tile.block_q if side == "q" else tile.block_k}
-    careful = _Launch(call, Tile(min(tile.block_q, 32), min(tile.block_k, 32), 4, 1), side, **marked, **more)
+    marked = careful_constants(tile, side)
+    careful = _Launch(call, careful_tile(tile), side, **marked, **more)
     old = dict(zip(absent, results, strict=True))
     unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
     aliases = {name: number for number, name in enumerate(old)}

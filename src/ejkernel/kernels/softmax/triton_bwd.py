@@ -95,11 +95,11 @@ def dq_kernel(
     if C.GUARD:
         if tl.load(p_flags + i_bh * tl.cdiv(T, C.FLAG_ROWS) + i_q // C.FLAG_ROWS) == 0:
             return
-    p_q = head_rows(p_q, i_b, i_h, T, C.H, C.D)
-    p_dq = head_rows(p_dq, i_b, i_h, T, C.H, C.D)
-    p_dout = head_rows(p_dout, i_b, i_h, T, C.H, C.DV)
-    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D)
-    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV)
+    p_q = head_rows(p_q, i_b, i_h, T, C.H, C.D, C.HEADS_FIRST)
+    p_dq = head_rows(p_dq, i_b, i_h, T, C.H, C.D, C.HEADS_FIRST)
+    p_dout = head_rows(p_dout, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST)
+    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
+    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
     options = head_options(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
@@ -113,8 +113,8 @@ def dq_kernel(
     b_lse = tl.load(p_lse + o_row)
     b_delta = tl.load(p_delta + o_row)
     # (BQ, BD) and (BQ, BDV)
-    b_q = load_rows(p_q, i_q, T, C.H * C.D, C.BQ, C.D, C.BD, True)
-    b_do = load_rows(p_dout, i_q, T, C.H * C.DV, C.BQ, C.DV, C.BDV, True)
+    b_q = load_rows(p_q, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, True)
+    b_do = load_rows(p_dout, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
     b_dq = tl.full([C.BQ, C.BD], 0.0, tl.float32)
     for MASKED in tl.static_range(2):
         n_first = 0
@@ -125,8 +125,8 @@ def dq_kernel(
         for n in range(n_first, n_last):
             i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
             o_k = i_k + tl.arange(0, C.BK)
-            b_k = load_rows(p_k, i_k, S, C.HK * C.D, C.BK, C.D, C.BD, MASKED)
-            b_v = load_rows(p_v, i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV, MASKED)
+            b_k = load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, MASKED)
+            b_v = load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, MASKED)
             # (BQ, BK)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
@@ -135,7 +135,7 @@ def dq_kernel(
                 scale, soft_cap, keep_scale, threshold, MASKED, C,
             )  # fmt: skip
             b_dq = weighted_sum(b_ds, b_k, m_seen, b_dq, MASKED, C)
-    store_rows(p_dq, b_dq * scale, i_q, T, C.H * C.D, C.BQ, C.D, C.BD)
+    store_rows(p_dq, b_dq * scale, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD)
     if not C.GUARD:
         tl.store(p_bad + i_bh * n_rows + i_row + tl.arange(0, 1), has_nan(b_dq))
 
@@ -154,22 +154,22 @@ def dkv_kernel(
     if C.GUARD:
         if tl.load(p_flags + tl.program_id(1) * tl.cdiv(S, C.FLAG_ROWS) + i_k // C.FLAG_ROWS) == 0:
             return
-    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D)
-    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV)
-    p_dk = head_rows(p_dk, i_b, i_hk, S, C.HK, C.D)
-    p_dv = head_rows(p_dv, i_b, i_hk, S, C.HK, C.DV)
+    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
+    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
+    p_dk = head_rows(p_dk, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
+    p_dv = head_rows(p_dv, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
     o_k = i_k + tl.arange(0, C.BK)
     # (BK, BD) and (BK, BDV)
-    b_k = load_rows(p_k, i_k, S, C.HK * C.D, C.BK, C.D, C.BD, True)
-    b_v = load_rows(p_v, i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV, True)
+    b_k = load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
+    b_v = load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
     b_dk = tl.full([C.BK, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BK, C.BDV], 0.0, tl.float32)
     # the query heads of this key head, one after the other
     for g in range(C.G):
         i_h = i_hk * C.G + g
         i_bh = i_b * C.H + i_h
-        p_qh = head_rows(p_q, i_b, i_h, T, C.H, C.D)
-        p_doh = head_rows(p_dout, i_b, i_h, T, C.H, C.DV)
+        p_qh = head_rows(p_q, i_b, i_h, T, C.H, C.D, C.HEADS_FIRST)
+        p_doh = head_rows(p_dout, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST)
         o_head = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK)
         options = head_options(
             p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
@@ -188,8 +188,8 @@ def dkv_kernel(
             for n in range(n_first, n_last):
                 i_q = block_at(p_row, p_list, n, C.LISTS) * C.BQ
                 o_q = i_q + tl.arange(0, C.BQ)
-                b_q = load_rows(p_qh, i_q, T, C.H * C.D, C.BQ, C.D, C.BD, MASKED)
-                b_do = load_rows(p_doh, i_q, T, C.H * C.DV, C.BQ, C.DV, C.BDV, MASKED)
+                b_q = load_rows(p_qh, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, MASKED)
+                b_do = load_rows(p_doh, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, MASKED)
                 # (BK, BQ): transposed, so that the weights are the left operand of both products below
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=C.PRECISION)
                 b_dp = b_s  # without KEY, ds is not used
@@ -207,9 +207,9 @@ def dkv_kernel(
                 if C.KEY:
                     b_dk = weighted_sum(b_ds, b_q, m_seen, b_dk, MASKED, C)
     if C.KEY:
-        store_rows(p_dk, b_dk * scale, i_k, S, C.HK * C.D, C.BK, C.D, C.BD)
+        store_rows(p_dk, b_dk * scale, i_k, S, C.K_ROW, C.BK, C.D, C.BD)
     if C.VALUE:
-        store_rows(p_dv, b_dv, i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV)
+        store_rows(p_dv, b_dv, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV)
     if not C.GUARD:
         o_bad = tl.program_id(1) * tl.num_programs(0) + i_row + tl.arange(0, 1)
         tl.store(p_bad + o_bad, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
@@ -269,3 +269,30 @@ def dbias_kernel(
         tl.store(p_dbias + o_s, tl.sum(b_sum, 0), mask=o_s < S)
     else:
         tl.store(p_dbias + tl.arange(0, 1), tl.sum(tl.sum(b_sum, 1, keep_dims=True), 0))
+
+
+@triton.jit
+def row_terms_kernel(
+    p_out, p_dout, p_lse, p_dlse, T,
+    p_rows_lse, p_rows_delta,
+    C: tl.constexpr, DLSE: tl.constexpr,
+):  # fmt: skip
+    """lse in units of log2 and delta, as read above; +inf where nothing is seen, +inf and 0 past the end.
+
+    For `ejkernel.torch`: under JAX, XLA makes these.
+    """
+    i_q = tl.program_id(0) * C.BQ
+    i_bh = tl.program_id(1)
+    i_b, i_h = i_bh // C.H, i_bh % C.H
+    o_q = i_q + tl.arange(0, C.BQ)
+    b_out = load_rows(head_rows(p_out, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST), i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+    b_do = load_rows(head_rows(p_dout, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST), i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
+    b_lse = tl.load(p_lse + i_bh.to(tl.int64) * T + o_q, mask=o_q < T, other=float("-inf"))
+    if DLSE:
+        b_delta -= tl.load(p_dlse + i_bh.to(tl.int64) * T + o_q, mask=o_q < T, other=0.0)
+    n_padded = padded(T, C.ROW_BLOCK)
+    o_row = i_bh.to(tl.int64) * n_padded + o_q
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+    tl.store(p_rows_lse + o_row, b_lse, mask=o_q < n_padded)
+    tl.store(p_rows_delta + o_row, b_delta, mask=o_q < n_padded)

@@ -20,7 +20,7 @@ from ejkernel.kernels.common.triton_tiles import (
     schedule_row,
     store_rows,
 )
-from ejkernel.kernels.softmax.triton_tiles import finished_logits, head_options, head_rows, part_of, visible
+from ejkernel.kernels.softmax.triton_tiles import finished_logits, head_options, head_rows, part_of, visible, widened
 
 
 @triton.jit
@@ -41,10 +41,10 @@ def forward_kernel(
     if C.GUARD:
         if tl.load(p_flags + i_bh * tl.cdiv(T, C.FLAG_ROWS) + i_q // C.FLAG_ROWS) == 0:
             return
-    p_q = head_rows(p_q, i_b, i_h, T, C.H, C.D)
-    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D)
-    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV)
-    p_out = head_rows(p_out, i_b, i_h, T, C.H, C.DV)
+    p_q = head_rows(p_q, i_b, i_h, T, C.H, C.D, C.HEADS_FIRST)
+    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
+    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
+    p_out = head_rows(p_out, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST)
     options = head_options(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
@@ -54,7 +54,7 @@ def forward_kernel(
 
     o_q = i_q + tl.arange(0, C.BQ)
     # (BQ, BD)
-    b_q = load_rows(p_q, i_q, T, C.H * C.D, C.BQ, C.D, C.BD, C.TAIL_Q)
+    b_q = widened(load_rows(p_q, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, C.TAIL_Q), C)
     # (BQ,) running maximum in units of log2, running sum
     b_top = tl.full([C.BQ], float("-inf"), tl.float32)
     b_sum = tl.full([C.BQ], 0.0, tl.float32)
@@ -78,7 +78,7 @@ def forward_kernel(
             i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
             o_k = i_k + tl.arange(0, C.BK)
             # (BK, BD)
-            b_k = load_rows(p_k, i_k, S, C.HK * C.D, C.BK, C.D, C.BD, MASKED)
+            b_k = widened(load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, MASKED), C)
             # (BQ, BK)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             unit = scale * LOG2_E
@@ -111,7 +111,7 @@ def forward_kernel(
                 m_keep = dropout_keep(seed, o_q[:, None], o_k[None, :], threshold)
                 b_p = tl.where(m_keep, b_p * keep_scale, 0.0)
             # (BK, BDV)
-            b_v = load_rows(p_v, i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV, MASKED)
+            b_v = widened(load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, MASKED), C)
             if MASKED and C.GUARD:
                 PRECISION: tl.constexpr = C.PRECISION
                 b_out = guarded_dot(b_p.to(b_v.dtype), b_v, m_seen, b_out, PRECISION)
@@ -121,7 +121,7 @@ def forward_kernel(
     m_some = b_sum != 0.0
     b_total = tl.where(m_some, b_sum, 1.0)
     b_out /= b_total[:, None]
-    store_rows(p_out, b_out, i_q, T, C.H * C.DV, C.BQ, C.DV, C.BDV)
+    store_rows(p_out, b_out, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV)
     b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
     o_row = i_bh.to(tl.int64) * T + o_q
     tl.store(p_lse + o_row, b_lse, mask=o_q < T)

@@ -31,6 +31,9 @@ class Constants:
         GUARD: whether this is the careful launch, over the blocks of FLAG_ROWS queries or keys that a fast one marked.
         ROW_BLOCK: what lse and delta are padded to a multiple of.
         KEY, VALUE: whether the launch is to give dk, and dv.
+        PATTERN_ROWS, PATTERN_COLUMNS: of a pattern that is looked up by position; None: by index, and it fits T and S.
+        HEADS_FIRST: whether q, k, v, out and their gradients are (B, H, length, D) in memory, not (B, length, H, D).
+        WIDE: what 8-bit inputs are computed in, or None.
     """
 
     H: int
@@ -67,12 +70,45 @@ class Constants:
     ROW_BLOCK: int = 1
     KEY: bool = True
     VALUE: bool = True
+    PATTERN_ROWS: int | None = None
+    PATTERN_COLUMNS: int | None = None
+    HEADS_FIRST: bool = False
+    WIDE: tl.dtype | None = None
+
+    # how far apart the rows of a head are in q, k, v and out
+    @property
+    def Q_ROW(self) -> int:
+        return self.D if self.HEADS_FIRST else self.H * self.D
+
+    @property
+    def K_ROW(self) -> int:
+        return self.D if self.HEADS_FIRST else self.HK * self.D
+
+    @property
+    def V_ROW(self) -> int:
+        return self.DV if self.HEADS_FIRST else self.HK * self.DV
+
+    @property
+    def O_ROW(self) -> int:
+        return self.DV if self.HEADS_FIRST else self.H * self.DV
 
 
 @triton.jit
-def head_rows(p, i_b, i_h, n, H: tl.constexpr, D: tl.constexpr):
-    """Where the rows of one head start in an array (B, n, H, D)."""
-    return p + (i_b.to(tl.int64) * n * H + i_h) * D
+def head_rows(p, i_b, i_h, n, H: tl.constexpr, D: tl.constexpr, HEADS_FIRST: tl.constexpr = False):
+    """Where the rows of one head start in an array (B, n, H, D), or (B, H, n, D)."""
+    if HEADS_FIRST:
+        return p + (i_b.to(tl.int64) * H + i_h) * n * D
+    else:
+        return p + (i_b.to(tl.int64) * n * H + i_h) * D
+
+
+@triton.jit
+def widened(b_x, C: tl.constexpr):
+    """A tile of 8-bit numbers as those it is computed in: every one of theirs is one of these."""
+    if C.WIDE is not None:
+        return b_x.to(C.WIDE)
+    else:
+        return b_x
 
 
 @triton.jit
@@ -146,7 +182,12 @@ def visible(o_q, o_k, options, T, S, C: tl.constexpr):
     if C.MASK:
         b_mask = tl.load(tile_of(p_mask, o_q, o_k, S, C.MASK), mask=m_q & m_k, other=0)
         m_seen &= b_mask != 0
-    if C.PATTERN_Q is not None:
+    if C.PATTERN_ROWS is not None:
+        m_cells = m_seen & (b_qp >= 0) & (b_qp < C.PATTERN_ROWS * C.PATTERN_Q)
+        m_cells &= (b_kp >= 0) & (b_kp < C.PATTERN_COLUMNS * C.PATTERN_K)
+        p_cells = p_pattern + (b_qp // C.PATTERN_Q) * C.PATTERN_COLUMNS + b_kp // C.PATTERN_K
+        m_seen = tl.load(p_cells, mask=m_cells, other=0) != 0
+    elif C.PATTERN_Q is not None:
         p_cells = p_pattern + (o_q // C.PATTERN_Q) * tl.cdiv(S, C.PATTERN_K) + o_k // C.PATTERN_K
         m_seen &= tl.load(p_cells, mask=m_q & m_k, other=0) != 0
     return m_seen

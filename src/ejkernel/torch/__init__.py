@@ -1,0 +1,14 @@
+"""The PyTorch front end: dkernel's block-sparse attention and `flash_attention` on tensors, on the kernels of JAX."""
+
+from ejkernel.torch.attention import LocalStrideSparseAttention, SparseAttention
+from ejkernel.torch.combine import combine_attn_partitions
+from ejkernel.torch.flash import flash_attention
+from ejkernel.torch.pattern import get_sparse_attn_mask
+
+__all__ = [
+    "LocalStrideSparseAttention",
+    "SparseAttention",
+    "combine_attn_partitions",
+    "flash_attention",
+    "get_sparse_attn_mask",
+]

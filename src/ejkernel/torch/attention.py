@@ -1,0 +1,279 @@
+"""Block-sparse attention as modules: dkernel's names and arguments."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ejkernel.checks.options import flag, static_int
+from ejkernel.torch.inputs import (
+    Inputs,
+    Lengths,
+    check_shapes,
+    check_values,
+    cumulative,
+    integers,
+    packed_lengths,
+    padded_lengths,
+    prepared,
+    scale_of,
+)
+from ejkernel.torch.operation import Options, attend
+from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, local_stride
+from ejkernel.types import BlockPattern
+
+_QKV = ("q", "k", "v")
+
+
+class SparseAttention(torch.nn.Module):
+    """Attention over the blocks that a pattern shows: what it does not is neither read nor computed.
+
+    The pattern is data: it has no parameters, is not in `state_dict`, and follows the tensors to their device. On CUDA
+    the kernels are the Triton ones of JAX's `blocksparse_attention`, on the memory of the tensors; on a CPU, products
+    of PyTorch over the visited tiles. Both give gradients of q, k, v, and of what is done with lse.
+
+    Args:
+        block_size: tokens per block, a power of two from 16 on.
+        sparse_pattern: bool or 0/1 `(n, n)`, or `(heads, n, n)` with as many heads as q or as k has. The token at
+            position `t` lives in block `t // block_size`.
+        causal: a token sees itself and those before it, of what the pattern shows.
+        seq_dim: which dimension of q, k, v is the length: 1 (or None) for `(B, T, H, D)`, 2 for `(B, H, T, D)`.
+        block_m: queries of a kernel's tile; by default those measured best.
+        block_n: keys of it.
+
+    >>> import torch
+    >>> from ejkernel.torch import SparseAttention
+    >>> attention = SparseAttention(16, torch.ones(4, 4).tril().bool())
+    >>> q, k, v = (torch.randn(1, 50, 2, 8) for _ in range(3))
+    >>> attention(q, k, v).shape
+    torch.Size([1, 50, 2, 8])
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        sparse_pattern: Any,
+        *,
+        causal: bool = True,
+        seq_dim: int | None = None,
+        block_m: int | None = None,
+        block_n: int | None = None,
+    ):
+        super().__init__()
+        if seq_dim not in (None, 1, 2):
+            raise ValueError(f"seq_dim={seq_dim} must be None, 1 or 2")
+        self.block_size = checked_block_size("block_size", block_size)
+        self.block_m = None if block_m is None else checked_block_size("block_m", block_m)
+        self.block_n = None if block_n is None else checked_block_size("block_n", block_n)
+        self.causal = flag("causal", causal)
+        self.seq_dim = seq_dim
+        self.pattern = Pattern.of(as_blocks(sparse_pattern), self.block_size)
+        if not BlockPattern(self.pattern.blocks, self.block_size).is_kv_cache_efficient():
+            warnings.warn(
+                "sparse_pattern shows later tokens blocks that it hid from earlier ones: a key-value cache cannot drop "
+                "them in between, and grows larger than the pattern suggests",
+                stacklevel=2,
+            )
+
+    @property
+    def max_seqlen(self) -> int:
+        return self.pattern.max_length
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sm_scale: float | None = None,
+        *,
+        cu_seqlen_k: Tensor | None = None,
+        cu_seqlen_q: Tensor | None = None,
+        left_paddings: Tensor | None = None,
+        seqlens: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of q over k and v.
+
+        With fewer queries than keys, the queries are the newest tokens: decoding, and prefilling in chunks. Rows that
+        are padding, or that see nothing, give zeros, lse -inf and no gradient; what padding holds, even nan, reaches
+        nothing.
+
+        Args:
+            q: `(B, T, H, D)`, or `(B, H, T, D)` by `seq_dim`; or packed, `(tokens, H, D)`, with `cu_seqlen_k`.
+                float32, bfloat16, float16; or float8, without gradients: computed in bfloat16, which comes back.
+            k: `(B, S, Hkv, D)` and so on; `Hkv` divides `H`. May be float8 where q is bfloat16 or float16.
+            v: like k, with a head dim of its own.
+            sm_scale: of the logits; by default `D ** -0.5`.
+            cu_seqlen_k: `(N + 1,)`: sequence i has the keys from `cu_seqlen_k[i]` to `cu_seqlen_k[i + 1]`; positions
+                start again in each. Tokens past the last are padding.
+            cu_seqlen_q: the same for q, whose tokens are the newest of each sequence; by default that of the keys, or
+                one token each where there are as many as sequences.
+            left_paddings: `(B,)`: how many tokens before the first real one; positions start there.
+            seqlens: `(B,)`: how many real tokens a row has behind its left padding, those of the cache when decoding.
+            return_lse: also return the log-sum-exp of the logits, float32 `(B, H, T)`, or `(H, tokens)`.
+        """
+        q, k, v = prepared(_QKV, q, k, v)
+        packed = q.dim() == 3
+        if packed != (cu_seqlen_k is not None):
+            need = "need cu_seqlen_k" if packed else "take no cu_seqlen_k: packed ones are (tokens, heads, head_dim)"
+            raise ValueError(f"q, k, v of {q.dim()} dimensions {need}; q has shape {tuple(q.shape)}")
+        if cu_seqlen_q is not None and not packed:
+            raise ValueError("cu_seqlen_q needs cu_seqlen_k")
+        if packed and (left_paddings is not None or seqlens is not None):
+            raise ValueError("packed sequences have no padding: left_paddings and seqlens need q, k, v of 4 dimensions")
+        heads_first = self.seq_dim == 2 and not packed
+        query, key, value = (x[None] if packed else x.transpose(1, 2) if heads_first else x for x in (q, k, v))
+        layout = "the layout is " + ("(batch, heads, length, dim)" if heads_first else "(batch, length, heads, dim)")
+        check_shapes(_QKV, query, key, value, layout)
+        self._check_pattern(query, key, packed)
+        if packed:
+            lengths = self._packed(query, key, cu_seqlen_q, cu_seqlen_k)
+        else:
+            lengths = self._padded(query, key, left_paddings, seqlens)
+        options = Options(
+            scale=scale_of("sm_scale", sm_scale, query.shape[3]),
+            hi=0 if self.causal else None,
+            pattern=self.pattern.key,
+            block_m=self.block_m or 0,
+            block_n=self.block_n or 0,
+        )
+        out, lse = attend(Inputs(query, key, value, lengths), None, options)
+        if packed:
+            out, lse = out[0], lse[0]
+        elif heads_first:
+            out = out.transpose(1, 2)
+        return (out, lse) if flag("return_lse", return_lse) else out
+
+    def _check_pattern(self, query: Tensor, key: Tensor, packed: bool) -> None:
+        H, Hkv = query.shape[2], key.shape[2]
+        heads = self.pattern.heads
+        if heads != 1 and heads != Hkv and heads != H:  # one by one: sizes may be symbols, under torch.compile
+            raise ValueError(f"the pattern has {heads} heads; q has {H} and k has {Hkv}")
+        if not packed and key.shape[1] > self.max_seqlen:
+            blocks = self.pattern.blocks.shape[1]
+            raise ValueError(
+                f"k has length {key.shape[1]}; {blocks} blocks of {self.block_size} tokens cover {self.max_seqlen}"
+            )
+
+    def _padded(self, query: Tensor, key: Tensor, left_paddings: Any, seqlens: Any) -> Lengths:
+        if left_paddings is None and seqlens is None:
+            return Lengths()
+        (B, *_), S = query.shape, key.shape[1]
+        left = None if left_paddings is None else integers("left_paddings", left_paddings, (B,), query)
+        if left is not None:
+            check_values("left_paddings", left, lambda x: (x < 0) | (x > S), f"lie in [0, {S}]")
+            left = left.clamp(0, S)
+        lengths = None if seqlens is None else integers("seqlens", seqlens, (B,), query)
+        if lengths is not None:
+            room = S if left is None else S - left
+            need = f"lie within the {S} keys, left padding included"
+            check_values("seqlens", lengths, lambda x: (x < 0) | (x > room), need)
+            lengths = lengths.clamp(min=0).minimum(torch.as_tensor(room, dtype=torch.int32, device=lengths.device))
+        return padded_lengths(query, key, left, lengths)
+
+    def _packed(self, query: Tensor, key: Tensor, cu_q: Any, cu_k: Any) -> Lengths:
+        T, S = query.shape[1], key.shape[1]
+        keys = cumulative("cu_seqlen_k", cu_k, S, query)
+        sequences = keys.shape[0] - 1
+        longest = f"be at most {self.max_seqlen} apart, what the pattern covers"
+        check_values("cu_seqlen_k", keys, lambda c: c.diff(append=c[-1:]) > self.max_seqlen, longest)
+        if cu_q is not None:
+            queries = cumulative("cu_seqlen_q", cu_q, T, query)
+        elif T == S:
+            queries = keys
+        elif sequences == T:  # decoding: one token each
+            queries = torch.arange(sequences + 1, dtype=torch.int32, device=query.device)
+        else:
+            raise ValueError(f"cu_seqlen_q is needed: q has {T} tokens, k {S}, and there are {sequences} sequences")
+        if queries.shape != keys.shape:
+            shapes = tuple(queries.shape), tuple(keys.shape)
+            raise ValueError(f"cu_seqlen_q {shapes[0]} and cu_seqlen_k {shapes[1]} must have one length")
+        return packed_lengths(query, key, queries, keys)
+
+    def extra_repr(self) -> str:
+        heads, blocks, _ = self.pattern.blocks.shape
+        sizes = f"block_size={self.block_size}, heads={heads}, blocks={blocks}"
+        return f"{sizes}, causal={self.causal}, seq_dim={self.seq_dim}"
+
+
+class LocalStrideSparseAttention(SparseAttention):
+    """Attention to recent blocks and to every `vert_stride`-th one before, shifted from head to head.
+
+    Head `h` lets query block `q` see key block `k <= q` when `q - k < local_blocks` or
+    `(k + h * step + head_sliding_offset) % vert_stride == 0`, with `step = max(1, vert_stride // num_heads)`.
+
+    Args:
+        num_heads: query heads.
+        max_seq_len: the longest sequence.
+        block_size: tokens per block, a power of two from 16 on.
+        local_blocks: how many recent blocks are seen, a token's own among them.
+        vert_stride: of the blocks before these, one in so many is seen; 1 is dense.
+        homo_head: every head uses head 0's pattern.
+        num_dense_heads: the last so many heads see everything.
+        num_kv_heads: key heads; then `h` and `num_dense_heads` count these, and a group shares its pattern.
+        active_head_range: `(start, end)` of the query heads that q has here, where heads are split over devices.
+        head_sliding_offset: shifts the columns of all heads.
+        seq_dim: as in `SparseAttention`; so are `block_m` and `block_n`.
+
+    >>> import torch
+    >>> from ejkernel.torch import LocalStrideSparseAttention
+    >>> attention = LocalStrideSparseAttention(4, 256, 16, local_blocks=2, vert_stride=4, seq_dim=2)
+    >>> q, k, v = (torch.randn(1, 4, 200, 8) for _ in range(3))
+    >>> attention(q, k, v).shape
+    torch.Size([1, 4, 200, 8])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        max_seq_len: int,
+        block_size: int,
+        local_blocks: int,
+        vert_stride: int,
+        *,
+        homo_head: bool = False,
+        num_dense_heads: int = 0,
+        num_kv_heads: int | None = None,
+        active_head_range: tuple[int, int] | None = None,
+        head_sliding_offset: int = 0,
+        seq_dim: int | None = None,
+        block_m: int | None = None,
+        block_n: int | None = None,
+    ):
+        block_size = checked_block_size("block_size", block_size)
+        num_blocks = -(-static_int("max_seq_len", max_seq_len, 1) // block_size)
+        blocks = local_stride(
+            num_heads,
+            num_blocks,
+            local_blocks,
+            vert_stride,
+            flag("homo_head", homo_head),
+            num_dense_heads,
+            num_kv_heads,
+            head_sliding_offset,
+        )
+        if active_head_range is not None:
+            start, end = _checked_range(active_head_range, num_heads, num_kv_heads)
+            blocks = blocks if blocks.shape[0] == 1 else blocks[start:end]
+        super().__init__(block_size, blocks, seq_dim=seq_dim, block_m=block_m, block_n=block_n)
+        self.num_heads = num_heads
+        self.max_seq_len = max_seq_len
+        self.local_blocks = local_blocks
+        self.vert_stride = vert_stride
+        self.homo_head = homo_head
+        self.num_dense_heads = num_dense_heads
+        self.num_kv_heads = num_kv_heads
+        self.active_head_range = active_head_range
+
+
+def _checked_range(active: Any, num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
+    if not isinstance(active, tuple | list) or len(active) != 2:
+        raise TypeError(f"active_head_range={active!r} must be a pair (start, end)")
+    start, end = (static_int("active_head_range", x, 0) for x in active)
+    if not start < end <= num_heads:
+        raise ValueError(f"active_head_range={(start, end)} must be heads within [0, {num_heads})")
+    group = num_heads // (num_kv_heads or num_heads)
+    if start % group or end % group:
+        raise ValueError(f"active_head_range={(start, end)} must be whole groups of {group} heads: {num_kv_heads=}")
+    return start, end

@@ -1,0 +1,300 @@
+"""Attention on CPU tensors: every tile that the block schedule visits, many at a time, and no other.
+
+Tiles are rows of one batched product each, in float32. What is not finite never enters a product that sums over rows:
+0 * nan is nan, so it would reach those who do not see it. It marks the logits of its own row instead, which masks hide.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.softmax.schedule import Ranges, plan
+from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
+from ejkernel.ops import Call
+from ejkernel.torch.operation import (
+    Options,
+    Tensors,
+    canonical,
+    empty_rows,
+    heads_first,
+    output_dtype,
+    sink_gradient,
+)
+from ejkernel.torch.pattern import Pattern
+from ejkernel.types.elements import Tokens, pattern_cells, visible
+
+# logits that are in memory at a time
+_MOST_LOGITS = 2**22
+_NAMES_OF_LENGTHS = ("q_segments", "kv_segments", "q_positions", "kv_positions")
+
+
+class Tiles(NamedTuple):
+    """The visited tiles in order of their rows; a row is a block of queries of one (batch, head)."""
+
+    row: np.ndarray  # (n,) number of the row, batch-major
+    column: np.ndarray  # (n,) key block
+    masked: np.ndarray  # (n,) bool
+
+
+def _tile(options: Options, spec: Spec, dims: Dimensions) -> tuple[int, int]:
+    block = 128 if spec.pattern_block is None else min(max(spec.pattern_block[0], 32), 128)
+    block_q, block_k = options.block_m or block, options.block_n or block
+    return min(block_q, power_of_two(dims.T)), min(block_k, power_of_two(dims.S))
+
+
+def _listed(call: Call, tile: tuple[int, int]) -> Tiles:
+    dims = dimensions(call)
+    schedule = plan(call, *tile, "q", xp=np)
+    if isinstance(schedule, Ranges):
+        lo, full_lo, full_hi, hi = np.moveaxis(np.asarray(schedule.bounds), -1, 0)[..., None]
+        at = np.arange(-(-dims.S // tile[1]))
+        visited, unmasked, column = (lo <= at) & (at < hi), (full_lo <= at) & (at < full_hi), at[None, None, None]
+    else:
+        at = np.arange(schedule.index.shape[3])
+        unmasked, visited = (at < schedule.number[..., n, None] for n in (0, 1))
+        column = schedule.index
+    shape = (dims.B, dims.H, *visited.shape[2:])
+    where = np.nonzero(np.broadcast_to(visited, shape))
+    row = np.ravel_multi_index(where[:3], shape[:3])
+    return Tiles(row, np.broadcast_to(column, shape)[where], ~np.broadcast_to(unmasked, shape)[where])
+
+
+@lru_cache(maxsize=64)
+def _static_tiles(spec: Spec, dims: Dimensions, pattern: str, tile: tuple[int, int]) -> Tiles:
+    """Of a call whose mask has no lengths in it: known from its shapes."""
+    shapes = {"query": (dims.B, dims.T, dims.H, dims.D), "value": (dims.B, dims.S, dims.Hkv, dims.Dv)}
+    arrays: dict[str, Any] = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    if pattern:
+        arrays["pattern"] = Pattern.known(pattern).for_heads(dims.H)
+    return _listed(Call(spec, arrays), tile)
+
+
+def _tiles(call: Any, options: Options, tile: tuple[int, int]) -> Tiles:
+    dims = dimensions(call)
+    if "q_segments" not in call:
+        return _static_tiles(call.spec, dims, options.pattern, tile)
+    arrays: dict[str, Any] = {name: x.detach().numpy() for name, x in call.arrays.items() if name in _NAMES_OF_LENGTHS}
+    if options.pattern:
+        arrays["pattern"] = Pattern.known(options.pattern).for_heads(dims.H)
+    return _listed(Call(call.spec, {**arrays, "query": call["query"], "value": call["value"]}), tile)
+
+
+# One batch of tiles -----------------------------------------------------------------------------------------
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """(B, length, heads, dim) to (B, heads, blocks, block, dim), the last block filled with zeros."""
+    B, L, H, D = x.shape
+    if L % block:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -L % block))
+    return x.reshape(B, -1, block, H, D).permute(0, 3, 1, 2, 4)
+
+
+def _per_block(x: Tensor, block: int, fill: int) -> Tensor:
+    """(B|1, length) to (B|1, blocks, block)."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).reshape(x.shape[0], -1, block)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+class _Batch(NamedTuple):
+    """Tiles whose rows are complete: all that these queries see is here."""
+
+    b: Tensor  # (n,) of each tile
+    h: Tensor
+    kv: Tensor  # its key head
+    i: Tensor
+    j: Tensor
+    row: Tensor  # (n,) which of the batch's rows
+    first: Tensor  # (rows,) its first tile
+    masked: Tensor  # (m,) the tiles that need a mask
+
+
+@dataclass
+class _Problem:
+    call: Any  # a `Call` on tensors
+    options: Options
+
+    def __post_init__(self) -> None:
+        call = self.call
+        self.spec: Spec = call.spec
+        self.dims = dimensions(call)
+        self.tile = _tile(self.options, self.spec, self.dims)
+        self.rows = -(-self.dims.T // self.tile[0])
+        self.columns = -(-self.dims.S // self.tile[1])
+        self.tiles = _tiles(call, self.options, self.tile)
+        self.query = _in_blocks(call["query"].detach(), self.tile[0])
+        self.key = _in_blocks(call["key"].detach(), self.tile[1])
+        self.value = _in_blocks(call["value"].detach(), self.tile[1])
+        if self.options.pattern:
+            self.cells = torch.from_numpy(np.array(Pattern.known(self.options.pattern).for_heads(self.dims.H)))
+        self._place()
+
+    def _place(self) -> None:
+        """Positions and segments by blocks; keys and queries past the end are in no segment."""
+        T, S, call = self.dims.T, self.dims.S, self.call
+        at_q, at_k = torch.arange(T)[None], torch.arange(S)[None]
+        given = [call.get(name) for name in _NAMES_OF_LENGTHS]
+        q_seg, k_seg, q_pos, k_pos = given if given[0] is not None else (at_q * 0, at_k * 0, at_q + (S - T), at_k)
+        self.q_segments, self.kv_segments = _per_block(q_seg, self.tile[0], -1), _per_block(k_seg, self.tile[1], -1)
+        self.q_positions, self.kv_positions = _per_block(q_pos, self.tile[0], 0), _per_block(k_pos, self.tile[1], 0)
+
+    def batches(self) -> Iterator[_Batch]:
+        """Whole rows, as many as memory allows."""
+        rows, starts = np.unique(self.tiles.row, return_index=True)
+        ends = np.append(starts[1:], len(self.tiles.row))
+        most = max(1, _MOST_LOGITS // (self.tile[0] * self.tile[1]))
+        at = 0
+        while at < len(rows):
+            last = max(at + 1, int(np.searchsorted(ends, starts[at] + most, side="right")))
+            yield self._batch(slice(starts[at], ends[last - 1]), starts[at:last] - starts[at])
+            at = last
+
+    def _batch(self, part: slice, first: np.ndarray) -> _Batch:
+        b, h, i = np.unravel_index(self.tiles.row[part], (self.dims.B, self.dims.H, self.rows))
+        row = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(b))))
+        masked = np.nonzero(self.tiles.masked[part])[0]
+        arrays = (b, h, h // self.dims.G, i, self.tiles.column[part], row, first, masked)
+        return _Batch(*(torch.from_numpy(np.ascontiguousarray(x, np.int64)) for x in arrays))
+
+    def logits(self, batch: _Batch, query: Tensor, key: Tensor) -> Tensor:
+        """(n, block_q, block_k) after the soft cap, -inf where hidden; `query` (n, ...) and `key` (n, ...)."""
+        x = self.spec.scale * torch.bmm(query, key.transpose(1, 2))
+        if self.spec.soft_cap is not None:
+            x = self.spec.soft_cap * torch.tanh(x / self.spec.soft_cap)
+        if len(batch.masked):
+            x[batch.masked] = torch.where(self._seen(batch), x[batch.masked], -torch.inf)
+        return x
+
+    def _seen(self, batch: _Batch) -> Tensor:
+        """Which pairs of the masked tiles are seen."""
+        b, h, i, j = (x[batch.masked] for x in (batch.b, batch.h, batch.i, batch.j))
+
+        def cut(x: Tensor, block: Tensor) -> Tensor:
+            return x[b if x.shape[0] > 1 else 0, block]
+
+        q_pos, k_pos = cut(self.q_positions, i)[:, :, None], cut(self.kv_positions, j)[:, None, :]
+        queries = Tokens(q_pos, cut(self.q_segments, i)[:, :, None])
+        keys = Tokens(k_pos, cut(self.kv_segments, j)[:, None, :])
+        rules = []
+        if self.options.pattern:
+            limit = self.cells.shape[3] * self.spec.pattern_block[0]  # pyright: ignore[reportOptionalSubscript]
+            head = (h if self.cells.shape[1] > 1 else torch.zeros_like(h))[:, None, None]
+            inside = (q_pos >= 0) & (q_pos < limit), (k_pos >= 0) & (k_pos < limit)
+            within = q_pos.clamp(0, limit - 1), k_pos.clamp(0, limit - 1)
+            cells = pattern_cells(self.cells, *within, self.spec.pattern_block, (0, head))  # pyright: ignore
+            rules = [inside[0], inside[1], cells]
+        pairs = torch.ones((len(b), *self.tile), dtype=torch.bool)
+        return visible(queries, keys, self.spec.band, pairs=pairs, also=rules)
+
+
+def _marked(x: Tensor, bad: Tensor) -> Tensor:
+    """Rows (..., L, D) that are nan where `bad` (..., L)."""
+    return torch.where(bad[..., None], torch.nan, x)
+
+
+def _bad(x: Tensor) -> Tensor:
+    """(..., L): the rows in which something is not finite."""
+    return ~torch.isfinite(x).all(-1)
+
+
+# Both passes ------------------------------------------------------------------------------------------------
+
+
+def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return _forward(_Problem(canonical(tensors, options), options))
+
+
+def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
+    dims, call, (BQ, _) = problem.dims, problem.call, problem.tile
+    # rows that see nothing stay as they start
+    sums = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.Dv))
+    lse = torch.full((dims.B, dims.H, problem.rows, BQ), -torch.inf)
+    if "sinks" in call:
+        lse[...] = call["sinks"].detach().float()[..., None, None]
+    for batch in problem.batches():
+        value = problem.value[batch.b, batch.kv, batch.j].float()  # (n, BK, Dv)
+        key = _marked(problem.key[batch.b, batch.kv, batch.j].float(), _bad(value))
+        at = batch.b[batch.first], batch.h[batch.first], batch.i[batch.first]
+        x = problem.logits(batch, problem.query[at].float()[batch.row], key)
+        start = lse[at]  # (rows, BQ): that of the sinks
+        every = batch.row[:, None].expand(-1, BQ)
+        top = start.scatter_reduce(0, every, x.amax(-1), "amax")
+        base = torch.where(torch.isneginf(top), 0.0, top)
+        p = torch.exp(x - base[batch.row][:, :, None])
+        total = torch.exp(start - base).index_add(0, batch.row, p.sum(-1))
+        out = torch.zeros((len(base), BQ, dims.Dv)).index_add(0, batch.row, torch.bmm(p, _finite(value)))
+        some = total != 0
+        total = torch.where(some, total, 1.0)
+        sums[at] = out / total[..., None]
+        lse[at] = torch.where(some, base + torch.log(total), -torch.inf)
+    first = heads_first(*(call[name] for name in ("query", "key", "value")))
+    out = empty_rows(call["query"], (dims.B, dims.T, dims.H, dims.Dv), first, output_dtype(call["query"]))
+    out.copy_(sums.reshape(dims.B, dims.H, -1, dims.Dv)[:, :, : dims.T].transpose(1, 2))
+    return out, lse.reshape(dims.B, dims.H, -1)[:, :, : dims.T].contiguous()
+
+
+def backward(
+    tensors: Tensors, options: Options, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return _backward(_Problem(canonical(tensors, options), options), out, lse, dout, dlse)
+
+
+def _backward(
+    problem: _Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dims, call, (BQ, BK) = problem.dims, problem.call, problem.tile
+    delta = (out.float() * dout.float()).sum(-1).transpose(1, 2)  # (B, H, T)
+    delta = delta if dlse is None else delta - dlse
+    lse = torch.where(torch.isneginf(lse), torch.inf, lse)
+    douts = _in_blocks(dout, BQ)
+    rows_lse, rows_delta = (_in_blocks(x.transpose(1, 2)[..., None], BQ)[..., 0] for x in (lse, delta))
+    dq = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.D))
+    dk = torch.zeros((dims.B * dims.Hkv * problem.columns, BK, dims.D))
+    dv = torch.zeros((dims.B * dims.Hkv * problem.columns, BK, dims.Dv))
+    for batch in problem.batches():
+        at = batch.b[batch.first], batch.h[batch.first], batch.i[batch.first]
+        value = problem.value[batch.b, batch.kv, batch.j].float()
+        key = problem.key[batch.b, batch.kv, batch.j].float()
+        query, do = problem.query[at].float(), douts[at].float()
+        row_lse, row_delta = rows_lse[at], rows_delta[at]  # (rows, BQ)
+        # a row whose terms are not finite is nan wherever it is seen, and nowhere else
+        marked = _marked(query, _bad(do) | ~torch.isfinite(row_delta) | torch.isnan(row_lse))
+        x = problem.logits(batch, marked[batch.row], _marked(key, _bad(value)))
+        p = torch.exp(x - torch.nan_to_num(row_lse, nan=0.0, posinf=torch.inf)[batch.row][:, :, None])
+        dp = torch.bmm(_finite(do)[batch.row], _finite(value).transpose(1, 2))
+        ds = p * (dp - _finite(row_delta)[batch.row][:, :, None])
+        if problem.spec.soft_cap is not None:
+            ds = ds * (1.0 - (x / problem.spec.soft_cap) ** 2)
+        ds = torch.where(p == 0, 0.0, ds)  # dp of a hidden value may be inf, and so may the slope of the cap
+        dq[at] = torch.zeros_like(query).index_add(0, batch.row, torch.bmm(ds, _finite(key)))
+        slot = (batch.b * dims.Hkv + batch.kv) * problem.columns + batch.j
+        dk.index_add_(0, slot, torch.bmm(ds.transpose(1, 2), _finite(query)[batch.row]))
+        dv.index_add_(0, slot, torch.bmm(p.transpose(1, 2), _finite(do)[batch.row]))
+    first = heads_first(*(call[name] for name in ("query", "key", "value")))
+    scale = problem.spec.scale
+    gradients = (
+        _joined(dq * scale, call["query"], first),
+        _joined((dk * scale).reshape(dims.B, dims.Hkv, -1, BK, dims.D), call["key"], first),
+        _joined(dv.reshape(dims.B, dims.Hkv, -1, BK, dims.Dv), call["value"], first),
+    )
+    sinks = call.get("sinks")
+    return *gradients, None if sinks is None else sink_gradient(sinks[0], lse, delta)
+
+
+def _joined(blocks: Tensor, like: Tensor, first: bool) -> Tensor:
+    """(B, heads, blocks, block, dim) to the shape and dtype of `like`."""
+    B, L, H, D = like.shape
+    return empty_rows(like, (B, L, H, D), first, like.dtype).copy_(
+        blocks.reshape(B, H, -1, D)[:, :, :L].transpose(1, 2)
+    )

@@ -1,0 +1,160 @@
+"""From what a caller gives to the tensors of one canonical call: every check is here.
+
+Inside, queries are (B, T, H, D) whatever their memory, packed sequences are a batch of one, and lengths have become
+segments (negative: padding) and positions.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ejkernel.checks.options import number
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Lengths(NamedTuple):
+    """Which tokens are there and where: int32, segments negative where there is padding."""
+
+    q_segments: Tensor | None = None  # (B, T)
+    kv_segments: Tensor | None = None  # (B, S)
+    q_positions: Tensor | None = None
+    kv_positions: Tensor | None = None
+
+
+class Inputs(NamedTuple):
+    """q (B, T, H, D), k (B, S, Hkv, D), v (B, S, Hkv, Dv)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lengths: Lengths
+
+
+def prepared(names: tuple[str, str, str], q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, if that is on, once they are known to fit each other but for the layout."""
+    for name, x in zip(names, (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() not in (3, 4):
+            raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(x.shape)}")
+        if x.dim() != q.dim():
+            raise ValueError(f"{name} {tuple(x.shape)} must have as many dimensions as {names[0]} {tuple(q.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, {names[0]} on {q.device}: they must be on one device")
+        if x.dtype not in FLOATS and x.dtype not in FLOAT8S:
+            raise TypeError(f"{name} has dtype {x.dtype}; supported: float32, bfloat16, float16; float8 in inference")
+        if x.dtype in FLOAT8S and x.requires_grad and torch.is_grad_enabled():
+            raise TypeError(f"{name} is {x.dtype}, which has no gradient here: convert it to bfloat16 first")
+    if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
+        wanted = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype in FLOAT8S else x.to(wanted) for x in (q, k, v))
+    if k.dtype != v.dtype:
+        raise TypeError(f"{names[2]} has dtype {v.dtype}, {names[1]} has {k.dtype}: they must be the same")
+    if q.dtype != k.dtype and not (k.dtype in FLOAT8S and q.dtype in (torch.bfloat16, torch.float16)):
+        raise TypeError(
+            f"{names[1]} has dtype {k.dtype}, {names[0]} has {q.dtype}: they must be the same, "
+            f"or keys and values float8 and queries bfloat16 or float16"
+        )
+    return q, k, v
+
+
+def check_shapes(names: tuple[str, str, str], query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+    """Of (B, length, heads, head_dim) tensors."""
+    (B, _, H, D), (Bk, S, Hkv, Dk), (Bv, Sv, Hv, Dv) = query.shape, key.shape, value.shape
+    if Bk != B or Bv != B:
+        raise ValueError(f"batch sizes of {names[0]}, {names[1]} and {names[2]} differ: {B}, {Bk} and {Bv}; {layout}")
+    for name, x in zip(names, (query, key, value), strict=True):
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name} has an empty dimension: {tuple(x.shape)}")
+    if Dk != D:
+        raise ValueError(f"head_dim of {names[1]}, {Dk}, must be that of {names[0]}: {D}")
+    if (Sv, Hv) != (S, Hkv):
+        raise ValueError(
+            f"{names[2]} must have the length and heads of {names[1]}, {(S, Hkv)}, and has {(Sv, Hv)}; {layout}"
+        )
+    if H % Hkv:
+        raise ValueError(f"query heads {H} must be a multiple of key heads {Hkv}; {layout}: are they swapped?")
+    if max(D, Dv) > 256:
+        raise ValueError(f"head dims {D} and {Dv} must be at most 256")
+
+
+def scale_of(name: str, scale: Any, D: int) -> float:
+    return 1.0 / math.sqrt(D) if scale is None else number(name, scale)
+
+
+def checks_values(x: Tensor) -> bool:
+    """Whether to look at what a tensor holds: on a GPU that waits for it, and needs `EJKERNEL_CHECKS=1`."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    return x.device.type == "cpu" or os.environ.get("EJKERNEL_CHECKS", "0") not in ("", "0")
+
+
+def integers(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """int32 of that shape on the device of `like`; -1 in the shape is any size."""
+    if not isinstance(x, Tensor):
+        x = torch.as_tensor(x)
+    if x.dtype.is_floating_point or x.dtype == torch.bool or x.dtype.is_complex:
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
+    if x.dim() != len(shape) or any(n not in (-1, m) for n, m in zip(shape, x.shape, strict=True)):
+        wanted = tuple("n" if n == -1 else n for n in shape)
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}".replace("'", ""))
+    return x.to(like.device, torch.int32)
+
+
+def check_values(name: str, x: Tensor, bad: Callable[[Tensor], Tensor], need: str) -> None:
+    if not checks_values(x):
+        return
+    rows = bad(x).nonzero()
+    if len(rows):
+        raise ValueError(f"{name} must {need} (row {int(rows[0, 0])}: {int(x[int(rows[0, 0])])})")
+
+
+def padded_lengths(query: Tensor, key: Tensor, left: Tensor | None, seqlens: Tensor | None) -> Lengths:
+    """Of a batch in which row b has its tokens in `left[b] <= j < left[b] + seqlens[b]` of the keys.
+
+    With as many queries as keys they are the same tokens; else the queries are the newest ones.
+    """
+    (B, T, *_), S = query.shape, key.shape[1]
+    at_k = torch.arange(S, dtype=torch.int32, device=key.device)[None]
+    start = torch.zeros((B, 1), dtype=torch.int32, device=key.device) if left is None else left[:, None]
+    end = torch.full_like(start, S) if seqlens is None else start + seqlens[:, None]
+    at_q = at_k if T == S else end - T + torch.arange(T, dtype=torch.int32, device=key.device)[None]
+
+    def segments(at: Tensor) -> Tensor:
+        return torch.where((at >= start) & (at < end), 0, -1).to(torch.int32)
+
+    return Lengths(segments(at_q), segments(at_k), (at_q - start).contiguous(), (at_k - start).contiguous())
+
+
+def packed_lengths(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Lengths:
+    """Of sequences one after the other; tokens past the last are padding. The queries of one are its newest tokens."""
+
+    def numbered(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        at = torch.arange(total, dtype=torch.int32, device=cu.device)
+        which = torch.searchsorted(cu[1:].contiguous(), at, right=True).to(torch.int32)
+        return at, which
+
+    (at_q, in_q), (at_k, in_k) = numbered(cu_q, query.shape[1]), numbered(cu_k, key.shape[1])
+    last = cu_q.shape[0] - 2
+    extra = (cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1])  # keys before the first query
+    safe_q, safe_k = in_q.clamp(max=last).long(), in_k.clamp(max=last).long()
+    q_segments, kv_segments = (torch.where(x <= last, x, -1)[None] for x in (in_q, in_k))
+    return Lengths(q_segments, kv_segments, (at_q - cu_q[safe_q] + extra[safe_q])[None], (at_k - cu_k[safe_k])[None])
+
+
+def cumulative(name: str, x: Any, total: int, like: Tensor) -> Tensor:
+    """(sequences + 1,) int32 from 0 on, never decreasing, at most `total`."""
+    cu = integers(name, x, (-1,), like)
+    if cu.shape[0] < 2:
+        raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(cu.shape)}")
+    need = f"start at 0, never decrease, and end within the {total} tokens"
+    check_values(name, cu, lambda c: (torch.cat([c[:1] * 0, c[:-1]]) > c) | (c > total), need)
+    check_values(name, cu[:1], lambda c: c != 0, need)
+    # nothing outside is read, whatever it holds
+    return cu.cummax(0).values.clamp(0, total).to(torch.int32)

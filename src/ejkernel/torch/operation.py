@@ -1,0 +1,264 @@
+"""The one operation behind every public name here: eager through an autograd function, compiled through a custom op.
+
+Both run the same two functions, `run_forward` and `run_backward`. The autograd function costs a call a few
+microseconds; the custom op is what `torch.compile` and tensor subclasses see.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ejkernel.kernels.softmax.spec import Band, Spec
+from ejkernel.ops import Call, interpreting
+from ejkernel.torch.inputs import FLOAT8S, Inputs
+from ejkernel.torch.pattern import Pattern
+
+
+class Options(NamedTuple):
+    """What is static about a call, in words that a custom op takes.
+
+    `pattern` is the key of a `Pattern`, or ""; `block_m` and `block_n` are the tile, or 0.
+    """
+
+    scale: float
+    lo: int | None = None
+    hi: int | None = None
+    soft_cap: float | None = None
+    pattern: str = ""
+    block_m: int = 0
+    block_n: int = 0
+
+
+# query, key, value, sinks, then the four of `Lengths`
+Tensors = tuple[Any, ...]
+
+
+def attend(inputs: Inputs, sinks: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """out (B, T, H, Dv) and lse (B, H, T), both differentiable."""
+    query, key, value, lengths = inputs
+    if query.shape[0] == 0:
+        return _nothing(inputs)
+    if torch.compiler.is_compiling() or query.is_meta or not _plain(query, key, value):
+        return torch.ops.ejkernel.attention(query, key, value, sinks, *lengths, *options)
+    function = _Transformed if torch._C._are_functorch_transforms_active() else _Attention
+    return function.apply(query, key, value, sinks, *lengths, options)  # pyright: ignore[reportReturnType]
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(x.__class__ is Tensor or x.__class__ is torch.nn.Parameter for x in tensors)
+
+
+def _nothing(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """An empty batch; still a function of the inputs."""
+    (_, T, H, _), Dv = inputs.query.shape, inputs.value.shape[3]
+    used = sum(x.sum() for x in (inputs.query, inputs.key, inputs.value))
+    out = inputs.query.new_zeros((0, T, H, Dv), dtype=output_dtype(inputs.query)) + used
+    return out, inputs.query.new_zeros((0, H, T), dtype=torch.float32) + used
+
+
+# What runs --------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _spec(options: Options) -> Spec:
+    block = Pattern.known(options.pattern).block_size if options.pattern else None
+    return Spec(
+        scale=options.scale,
+        band=Band(options.lo, options.hi),
+        soft_cap=options.soft_cap,
+        pattern_block=None if block is None else (block, block),
+        pattern_by_position=block is not None,
+    )
+
+
+_NAMES = ("query", "key", "value", "sinks", "q_segments", "kv_segments", "q_positions", "kv_positions")
+
+
+def canonical(tensors: Tensors, options: Options) -> Any:
+    """The call as the softmax family knows it, on tensors."""
+    arrays: dict[str, Any] = {name: x for name, x in zip(_NAMES, tensors, strict=True) if x is not None}
+    if "sinks" in arrays:
+        arrays["sinks"] = arrays["sinks"][None]
+    return Call(_spec(options), arrays)
+
+
+def _implementation(query: Tensor) -> Any:
+    if query.is_cuda or interpreting():
+        from ejkernel.torch import launches
+
+        return launches
+    if query.device.type != "cpu":
+        raise NotImplementedError(f"{query.device} tensors: CUDA and CPU ones are supported")
+    from ejkernel.torch import cpu
+
+    return cpu
+
+
+def run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    return _implementation(tensors[0]).forward(tensors, options)
+
+
+def run_backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and sinks."""
+    module = _implementation(tensors[0])
+    dout = torch.zeros_like(out) if dout is None else dout
+    return module.backward(tensors, options, out, lse, dout, dlse)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(H,): sinks take weight exp(sink - lse) and give no value. lse and delta are (B, H, T), lse +inf where none."""
+    share = torch.exp(sinks.float()[None, :, None] - lse)
+    # a hidden row's delta may be nan; it has no share
+    return -torch.where(share > 0, share * delta, 0.0).sum((0, 2)).to(sinks.dtype)
+
+
+def _kept(pattern: str) -> Pattern | None:
+    """Something to hold on to: the backward may come when the module is gone."""
+    return Pattern.known(pattern) if pattern else None
+
+
+# Eager ------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    # with a context in the forward: `setup_context` would inspect the signature at every call
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tensors, options = args[:-1], args[-1]
+        outputs = run_forward(tensors, options)
+        _remember(ctx, tensors, options, outputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if dout is None and dlse is None:
+            return (None,) * 9
+        out, lse, *tensors = ctx.saved_tensors
+        gradients = run_backward(dout, dlse, out, lse, tuple(tensors), ctx.options)
+        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+        return (*wanted, None, None, None, None, None)
+
+
+def _remember(ctx: Any, tensors: Tensors, options: Options, outputs: tuple[Tensor, Tensor]) -> None:
+    ctx.options = options
+    ctx.pattern = _kept(options.pattern)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*outputs, *tensors)
+
+
+class _Transformed(_Attention):
+    """The same inside `torch.func`, for its gradients; vmap is refused."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return run_forward(args[:-1], args[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _remember(ctx, inputs[:-1], inputs[-1], output)
+
+
+# Compiled ---------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("ejkernel::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    q_positions: Tensor | None,
+    kv_positions: Tensor | None,
+    scale: float,
+    lo: int | None,
+    hi: int | None,
+    soft_cap: float | None,
+    pattern: str,
+    block_m: int,
+    block_n: int,
+) -> tuple[Tensor, Tensor]:
+    tensors = (query, key, value, sinks, q_segments, kv_segments, q_positions, kv_positions)
+    return run_forward(tensors, Options(scale, lo, hi, soft_cap, pattern, block_m, block_n))
+
+
+@torch.library.custom_op("ejkernel::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    q_segments: Tensor | None,
+    kv_segments: Tensor | None,
+    q_positions: Tensor | None,
+    kv_positions: Tensor | None,
+    scale: float,
+    lo: int | None,
+    hi: int | None,
+    soft_cap: float | None,
+    pattern: str,
+    block_m: int,
+    block_n: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors = (query, key, value, sinks, q_segments, kv_segments, q_positions, kv_positions)
+    options = Options(scale, lo, hi, soft_cap, pattern, block_m, block_n)
+    *gradients, dsinks = run_backward(dout, dlse, out, lse, tensors, options)
+    # an op has no optional outputs
+    return (*gradients, query.new_empty(0) if dsinks is None else dsinks)  # pyright: ignore[reportReturnType]
+
+
+def output_dtype(query: Tensor) -> torch.dtype:
+    return torch.bfloat16 if query.dtype in FLOAT8S else query.dtype
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all three are dense as (B, heads, length, dim), and not as (B, length, heads, dim)."""
+    three = (query, key, value)
+    return not all(x.is_contiguous() for x in three) and all(x.transpose(1, 2).is_contiguous() for x in three)
+
+
+def empty_rows(like: Tensor, shape: tuple[int, ...], first: bool, dtype: torch.dtype) -> Tensor:
+    """An empty (B, length, heads, dim), with the heads before the length in memory where `first`."""
+    B, L, H, D = shape
+    if first:
+        return like.new_empty((B, H, L, D), dtype=dtype).transpose(1, 2)
+    return like.new_empty(shape, dtype=dtype)
+
+
+@_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _D = query.shape
+    first = heads_first(query, key, value)
+    out = empty_rows(query, (B, T, H, value.shape[3]), first, output_dtype(query))
+    return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+@_attention_backward.register_fake
+def _(dout: Any, dlse: Any, out: Any, lse: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *_: Any) -> Any:
+    first = heads_first(query, key, value)
+    gradients = (empty_rows(x, tuple(x.shape), first, x.dtype) for x in (query, key, value))
+    return (*gradients, query.new_empty(0) if sinks is None else torch.empty_like(sinks))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _remember(ctx, inputs[:8], Options(*inputs[8:]), output)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    out, lse, *tensors = ctx.saved_tensors
+    *gradients, dsinks = torch.ops.ejkernel.attention_backward(dout, dlse, out, lse, *tensors, *ctx.options)
+    return (*gradients, None if tensors[3] is None else dsinks, *(None,) * 11)
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep)

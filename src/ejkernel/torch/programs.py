@@ -1,0 +1,477 @@
+"""All that is static about a kind of call to the Triton kernels of `kernels/softmax`, found once and kept.
+
+A `Step` is one launch with everything but the tensors of a call. On CUDA it is launched on their memory; else it runs
+in Triton's interpreter.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from torch import Tensor
+
+from ejkernel.bridge.launch import Launch, Slot
+from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.softmax import triton as family
+from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, plan, visited_fraction
+from ejkernel.kernels.softmax.spec import Spec, dimensions
+from ejkernel.kernels.softmax.triton import Config, Tile
+from ejkernel.ops import Call, Target
+from ejkernel.torch.arrays import arrays_on
+from ejkernel.torch.inputs import FLOAT8S
+from ejkernel.torch.operation import (
+    empty_rows,
+    sink_gradient,
+)
+from ejkernel.torch.pattern import Pattern
+
+LENGTHS = ("q_segments", "kv_segments", "q_positions", "kv_positions")
+MOVED = ("query", "key", "value")
+
+# JAX's names of dtypes, which are numpy's
+_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.int32: "int32",
+    torch.bool: "bool",
+}
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """A dense tensor with its dimensions in the order of its memory: heads before the length, or behind."""
+    return x if x.is_contiguous() else x.transpose(1, 2)
+
+
+def struct(x: Tensor) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(in_memory(x).shape), jax.numpy.dtype(_DTYPES[x.dtype]))
+
+
+# One launch -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """A kernel with everything but the tensors of a call.
+
+    Attributes:
+        arguments: of its parameters before the constants, in order: the name of a tensor, or a scalar.
+        outputs: how many of the last of them it writes. One that is an argument before too starts with its contents.
+        fixed: the tensors that are the same at every call, by name.
+    """
+
+    kernel: Any
+    arguments: tuple[str | int | float, ...]
+    outputs: int
+    grid: tuple[int, int, int]
+    tile: Tile
+    constants: dict[str, Any]
+    fixed: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        filled = [self.fixed.get(a, a) if isinstance(a, str) else a for a in self.arguments]
+        self._values = [*filled, *self.constants.values()]
+        self._slots = [(i, a) for i, a in enumerate(filled) if isinstance(a, str)]
+        self._launch: Any = None
+
+    def run(self, tensors: Mapping[str, Tensor], compiled: bool, aligned: bool) -> None:
+        if not compiled:
+            return self._interpret({**self.fixed, **tensors})
+        values = self._values.copy()
+        for i, name in self._slots:
+            values[i] = tensors[name]
+        if aligned and self._launch is not None:
+            return self._launch(*values)
+        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": True}
+        kernel = self.kernel[self.grid](*values, **options)
+        if aligned:
+            # what Triton would find again at every call: this kernel, compiled for aligned tensors and these scalars
+            self._launch = kernel[self.grid]
+        return None
+
+    def described(self, tensors: Mapping[str, Tensor]) -> tuple[Launch, list[str]]:
+        """The launch as the bridge knows it, and the names of its arrays: to interpret, or compile for other GPUs."""
+        inputs, written = self.arguments[: -self.outputs], self.arguments[-self.outputs :]
+        names = [a for a in inputs if isinstance(a, str) and a != "absent"]
+        slots = [Slot.ABSENT if a == "absent" else Slot.ARRAY if isinstance(a, str) else _float32(a) for a in inputs]
+        launch = Launch(
+            kernel=self.kernel,
+            arguments=tuple(slots),
+            outputs=tuple(struct(tensors[str(a)]) for a in written),
+            grid=self.grid,
+            num_warps=self.tile.warps,
+            num_stages=self.tile.stages,
+            aliases=tuple((names.index(a), n) for n, a in enumerate(written) if a in names),
+            constexprs=tuple(self.constants.items()),
+        )
+        return launch, names
+
+    def _interpret(self, tensors: Mapping[str, Tensor]) -> None:
+        from ejkernel.bridge.interpreter import interpret_launch
+
+        launch, names = self.described(tensors)
+        arrays: list[Any] = [_to_numpy(tensors[name]) for name in names]
+        results = interpret_launch(launch, *arrays)
+        for name, result in zip(self.arguments[-self.outputs :], results, strict=True):
+            in_memory(tensors[str(name)]).copy_(_from_numpy(result, tensors[str(name)].dtype))
+
+
+def _float32(x: Any) -> int | float:
+    return float(np.float32(x)) if isinstance(x, float) else x
+
+
+# what numpy has no types of its own for
+_AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
+
+
+def _to_numpy(x: Tensor) -> np.ndarray:
+    x = in_memory(x.detach())
+    if x.dtype not in _AS_INTEGERS:
+        return x.numpy()
+    return x.view(_AS_INTEGERS[x.dtype]).numpy().view(jax.numpy.dtype(_DTYPES[x.dtype]))
+
+
+def _from_numpy(x: np.ndarray, dtype: torch.dtype) -> Tensor:
+    x = np.ascontiguousarray(x)
+    if dtype not in _AS_INTEGERS:
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(f"i{x.itemsize}")).view(dtype)
+
+
+# All of one kind of call ------------------------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """Calls without lengths whose query heads are packed as rows, or whose keys are split: their sizes before that."""
+
+    B: int
+    T: int
+    S: int
+    group: int
+    splits: int
+
+
+def known_lengths(known: Known) -> dict[str, np.ndarray]:
+    """Segments and positions, int32 (B * splits, length), of the packed and split call."""
+    B, T, S, group, splits = known
+    q = np.tile((np.arange(T) + (S - T)).repeat(group), (B * splits, 1))
+    k = np.tile(np.arange(S).reshape(splits, -1), (B, 1))
+    arrays = {"q_segments": q * 0, "kv_segments": k * 0, "q_positions": q, "kv_positions": k}
+    return {name: x.astype(np.int32) for name, x in arrays.items()}
+
+
+@lru_cache(maxsize=64)
+def known_tensors(known: Known, device: torch.device) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(x).to(device) for name, x in known_lengths(known).items()}
+
+
+class Kind(NamedTuple):
+    """What tells programs apart: everything static, and the shapes. `known` are lengths that follow from these."""
+
+    spec: Spec
+    arrays: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    pattern: str
+    tile: tuple[int, int]
+    heads_first: bool
+    device: torch.device
+    out: torch.dtype
+    known: "Known | None" = None
+
+
+@lru_cache(maxsize=256)
+def program(kind: Kind) -> "Program":
+    return Program(kind)
+
+
+@lru_cache
+def target_of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return Target("cpu", "cpu", "cpu", interpreted=True)
+    facts = torch.cuda.get_device_properties(device)
+    kind = "_".join(facts.name.lower().split())
+    return Target("gpu", kind, f"sm_{facts.major}{facts.minor}", cores=facts.multi_processor_count)
+
+
+_MOST_HEADS = 2**16 - 1
+# of tiles chosen by what they waste: the least keys, what a tile costs beside its keys, and tokens that are looked at
+_FEWEST_COLUMNS = 32
+_START = 32
+_MOST_LOOKED_AT = 4096
+
+
+@lru_cache(maxsize=256)
+def visited_share(spec: Spec, pattern: str, T: int, S: int, block_q: int, block_k: int) -> float:
+    """Of all tiles, for the last T of S tokens."""
+    cells = Pattern.known(pattern).blocks[None]
+    arrays: Any = {"query": np.empty((1, T, 1, 0)), "value": np.empty((1, S, 1, 0)), "pattern": cells}
+    return visited_fraction(Call(spec, arrays), block_q, block_k, np)
+
+
+class Pair(NamedTuple):
+    """A launch, and the careful one over what a nan was found in."""
+
+    fast: Step
+    careful: Step | None
+    marks: tuple[int, int]  # the shape of what the first tells the second
+
+
+class Program:
+    """The launches of calls of one kind."""
+
+    def __init__(self, kind: Kind):
+        self.kind = kind
+        self.compiled = kind.device.type == "cuda"
+        self.pattern = Pattern.known(kind.pattern) if kind.pattern else None
+        self.call = self._described()
+        self.dims = dimensions(self.call)
+        self.config = self._config()
+        self.static = kind.known is not None or "q_segments" not in self.call
+        self.pairs: dict[str, Pair] = {}
+        self.terms: dict[bool, Step] = {}
+        self.schedules: dict[tuple[Tile, Side], tuple[Tensor, Tensor | None]] = {}
+        # what a launch is given and neither reads nor writes
+        kinds = {"absent": torch.int32, "total": torch.float32, "argmax": torch.int32, "nothing": torch.int32}
+        self.fixed = {name: torch.empty(4, dtype=dtype, device=kind.device) for name, dtype in kinds.items()}
+        if self.pattern is not None:
+            self.fixed["pattern"] = self.pattern.cells(kind.device, self.dims.H)
+
+    def _described(self) -> Any:
+        """The call by its shapes, on what 8-bit numbers become: tiles and products are those."""
+        kind = self.kind
+        structs: Any = {n: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(_DTYPES[t])) for n, shape, t in kind.arrays}
+        if self.pattern is not None:
+            shape = self.pattern.for_heads(structs["query"].shape[2]).shape
+            structs["pattern"] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(bool))
+        query, key = (dtype for _, _, dtype in kind.arrays[:2])
+        computed = _DTYPES[torch.bfloat16 if query in FLOAT8S else query]
+        self.wide = computed if key in FLOAT8S else None
+        structs["query"] = jax.ShapeDtypeStruct(structs["query"].shape, jax.numpy.dtype(computed))
+        return Call(kind.spec, structs, target_of(kind.device))
+
+    def _config(self) -> Config:
+        """The family's tiles, no taller than the queries and no wider than pays; or a caller's own."""
+        config = family.default_config(self.call)
+        rows = power_of_two(self.call["query"].shape[1], 16)
+        forward = config.forward
+        if rows < forward.block_q:
+            forward = replace(forward, block_q=rows, warps=4)
+        tiles = {"forward": forward, "dq": config.dq, "dkv": config.dkv} | ({"dv": config.dv} if config.dv else {})
+        if any(self.kind.tile):
+            sizes = {n: x for n, x in zip(("block_q", "block_k"), self.kind.tile, strict=True) if x}
+            tiles = {name: replace(tile, **sizes) for name, tile in tiles.items()}
+        elif self.pattern is not None:
+            tiles = {name: self._least_waste(tile, name in ("dkv", "dv")) for name, tile in tiles.items()}
+        return replace(config, **tiles)
+
+    def _least_waste(self, tile: Tile, by_keys: bool) -> Tile:
+        """The tile with as many keys as cost least: one that reaches over several blocks visits some that none sees.
+
+        A tile costs its keys and what `_START` keys do. Where keys are the rows, four warps are enough for 64, and
+        their registers for 32 queries of a wide head.
+        """
+        pattern: Any = self.pattern
+        widths = [tile.block_k]
+        while widths[-1] > max(pattern.block_size, _FEWEST_COLUMNS):
+            widths.append(widths[-1] // 2)
+        T, S = (min(n, _MOST_LOOKED_AT) for n in (self.dims.T, self.dims.S))
+
+        def cost(width: int) -> float:
+            return (
+                visited_share(self.kind.spec, pattern.key, T, S, tile.block_q, width)
+                * -(-S // width)
+                * (width + _START)
+            )
+
+        width = min(widths, key=cost) if len(widths) > 1 else tile.block_k
+        if width == tile.block_k:
+            return tile
+        if not by_keys:
+            return replace(tile, block_k=width)
+        narrow = replace(tile, block_k=width, warps=4)
+        wide = max(self.dims.D, self.dims.Dv) > 64
+        return replace(narrow, block_q=min(tile.block_q, 32), stages=3) if wide else narrow
+
+    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Rows and lists on the device; of a mask without lengths, once."""
+        if (tile, side) in self.schedules:
+            return self.schedules[tile, side]
+        arrays: dict[str, Any] = dict(self.call.arrays)
+        if self.static:
+            xp: Any = np
+            if self.pattern is not None:
+                arrays["pattern"] = self.pattern.for_heads(self.dims.H)
+            if self.kind.known is not None:
+                arrays |= known_lengths(self.kind.known)
+        else:
+            xp = arrays_on(self.kind.device)
+            arrays |= {name: tensors[name] for name in LENGTHS}
+            if self.pattern is not None:
+                arrays["pattern"] = self.fixed["pattern"]
+        found = _on_device(plan(Call(self.kind.spec, arrays), tile.block_q, tile.block_k, side, xp), self.kind.device)
+        if self.static:
+            self.schedules[tile, side] = found
+        return found
+
+    def _step(
+        self,
+        kernel: Any,
+        tile: Tile,
+        schedule: tuple[Tensor | None, Tensor | None],
+        heads: int,
+        outputs: Sequence[str],
+        more: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        **others: Any,
+    ) -> Step:
+        """A launch over all rows of a schedule; `more` are arguments beyond those the kernels share."""
+        import triton.language as tl
+
+        if heads > _MOST_HEADS:
+            raise ValueError(f"batch times heads, {heads}, must be at most {_MOST_HEADS}: a grid of CUDA has no more")
+        rows, index = schedule
+        shared = family.arguments(self.call, rows, index)
+        shared = {name: _NAMES[name] if hasattr(x, "shape") else x for name, x in shared.items()}
+        given = {**shared, **more}
+        names = [name for name in kernel.arg_names if name != "C" and name not in others]
+        named = {name: given.get(name) for name in names[: -len(outputs)]}
+        made = family.constants(
+            self.call,
+            tile,
+            LISTS=index is not None,
+            HEADS_FIRST=self.kind.heads_first,
+            WIDE=None if self.wide is None else getattr(tl, self.wide),
+            **constants,
+        )
+        fixed = {"rows": rows, "index": index} if self.static else {}
+        return Step(
+            kernel=kernel,
+            arguments=(*("absent" if x is None else x for x in named.values()), *outputs),
+            outputs=len(outputs),
+            grid=(0 if rows is None else rows.shape[2], heads, 1),
+            tile=tile,
+            constants={"C": made, **others},
+            fixed={**self.fixed, **{name: x for name, x in fixed.items() if x is not None}},
+        )
+
+    def _pair(
+        self, kernel: Any, tile: Tile, side: Side, heads: int, outputs: Sequence[str], schedule: Any, **constants: Any
+    ) -> Pair:
+        """Both launches read one schedule, with one tile."""
+        rows, _ = schedule
+        fast = self._step(kernel, tile, schedule, heads, (*outputs, "bad"), _ROWS, constants)
+        if not family.hides_anything(self.call):
+            return Pair(fast, None, (heads, rows.shape[2]))
+        old = {"p_flags": "bad", **{f"p_old_{name}": name for name in outputs}, **_ROWS}
+        marked = {**family.careful_constants(tile, side), **constants}
+        slow = replace(tile, stages=1)
+        careful = self._step(kernel, slow, schedule, heads, (*outputs, "nothing"), old, marked)
+        return Pair(fast, careful, (heads, rows.shape[2]))
+
+    def _run_twice(self, name: str, kernel: str, tile: Tile, side: Side, tensors: dict[str, Any], **more: Any) -> None:
+        """The two launches of a kernel; `more` are constants of it."""
+        pair = self.pairs.get(name)
+        if pair is None or not self.static:
+            schedule = self.schedule(tile, side, tensors)
+            if pair is None:
+                outputs = {"forward": ("out", "lse", "total", "argmax"), "dq": ("dq",)}.get(kernel, ("dk", "dv"))
+                heads = self.dims.B * (self.dims.H if side == "q" else self.dims.Hkv)
+                pair = self._pair(_kernel(kernel), tile, side, heads, outputs, schedule, **more)
+                self.pairs[name] = pair
+            if not self.static:
+                tensors |= {n: x for n, x in zip(("rows", "index"), schedule, strict=True) if x is not None}
+        tensors["bad"] = self.fixed["nothing"].new_empty(pair.marks)
+        aligned = self.compiled and _aligned(tensors)
+        pair.fast.run(tensors, self.compiled, aligned)
+        if pair.careful is not None:
+            pair.careful.run(tensors, self.compiled, aligned)
+
+    def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        B, T, _, H, _, _, Dv = self.dims
+        query = tensors["query"]
+        out = empty_rows(query, (B, T, H, Dv), self.kind.heads_first, self.kind.out)
+        lse = torch.empty((B, H, T), dtype=torch.float32, device=query.device)
+        self._run_twice("forward", "forward", self.config.forward, "q", {**tensors, "out": out, "lse": lse})
+        return out, lse
+
+    @cached_property
+    def _row_block(self) -> int:
+        tiles = [self.config.dq, self.config.dkv] + ([self.config.dv] if self.config.dv else [])
+        return max(tile.block_q for tile in tiles)
+
+    def _row_terms(self, with_dlse: bool) -> Step:
+        if with_dlse not in self.terms:
+            tile = Tile(min(64, self._row_block), 16, 4, 1)
+            more = {"p_out": "out", "p_dout": "dout", "p_lse": "lse", "p_dlse": "dlse" if with_dlse else None}
+            heads, block = self.dims.B * self.dims.H, self._row_block
+            outputs, constants = ("rows_lse", "rows_delta"), {"ROW_BLOCK": block}
+            made = self._step(_kernel("row_terms"), tile, (None, None), heads, outputs, more, constants, DLSE=with_dlse)
+            blocks = -(-self.dims.T // block) * block // tile.block_q
+            self.terms[with_dlse] = replace(made, grid=(blocks, heads, 1))
+        return self.terms[with_dlse]
+
+    def backward(
+        self, tensors: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        B, T, _, H, *_ = self.dims
+        config, first, more = self.config, self.kind.heads_first, {"ROW_BLOCK": self._row_block}
+        rows_lse, rows_delta = lse.new_empty((2, B, H, -(-T // self._row_block) * self._row_block)).unbind(0)
+        given = {**tensors, "dout": dout, "rows_lse": rows_lse, "rows_delta": rows_delta}
+        terms = {**given, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+        self._row_terms(dlse is not None).run(terms, self.compiled, self.compiled and _aligned(terms))
+        dq, dk, dv = (empty_rows(tensors[n], tuple(tensors[n].shape), first, tensors[n].dtype) for n in MOVED)
+        self._run_twice("dq", "dq", config.dq, "q", {**given, "dq": dq}, **more)
+        if config.dv is None:
+            self._run_twice("dkv", "dkv", config.dkv, "k", {**given, "dk": dk, "dv": dv}, **more)
+        else:
+            other = dk.new_empty(4)  # of the two, the one that a launch leaves out
+            self._run_twice("dk", "dkv", config.dkv, "k", {**given, "dk": dk, "dv": other}, VALUE=False, **more)
+            self._run_twice("dv", "dkv", config.dv, "k", {**given, "dk": other, "dv": dv}, KEY=False, **more)
+        dsinks = None
+        if "sinks" in tensors:
+            lse = torch.where(torch.isneginf(lse), torch.inf, lse)
+            dsinks = sink_gradient(tensors["sinks"][0], lse, rows_delta[:, :, :T])
+        return dq, dk, dv, dsinks
+
+
+def _kernel(name: str) -> Any:
+    from ejkernel.kernels.softmax import triton_bwd, triton_fwd
+
+    return getattr(triton_fwd if name == "forward" else triton_bwd, f"{name}_kernel")
+
+
+def _aligned(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors that are a caller's lie at multiples of 16 bytes; those made here do."""
+    return not any(tensors[name].data_ptr() & 15 for name in _GIVEN if name in tensors)
+
+
+_GIVEN = ("query", "key", "value", "dout", "out", "lse", "dlse", "sinks", *LENGTHS)
+
+
+# parameters that are tensors, by the names of the tensors
+_NAMES = {
+    "p_q": "query",
+    "p_k": "key",
+    "p_v": "value",
+    "p_sinks": "sinks",
+    "p_q_seg": "q_segments",
+    "p_k_seg": "kv_segments",
+    "p_q_pos": "q_positions",
+    "p_k_pos": "kv_positions",
+    "p_pattern": "pattern",
+    "p_rows": "rows",
+    "p_index": "index",
+}
+_ROWS = {"p_dout": "dout", "p_lse": "rows_lse", "p_delta": "rows_delta"}
+
+
+def _on_device(schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    parts = (schedule.number, schedule.index) if isinstance(schedule, Lists) else (schedule.bounds, None)
+    # dense: a sum over a broadcast array need not be
+    rows, index = (None if x is None else torch.as_tensor(x).contiguous().to(device) for x in parts)
+    return rows, index  # pyright: ignore[reportReturnType]

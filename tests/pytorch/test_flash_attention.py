@@ -1,0 +1,148 @@
+"""`ejkernel.torch.flash_attention` against its definition, and against that of JAX."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import ejkernel.modules
+from ejkernel.ops import interpret
+from ejkernel.torch import flash_attention
+from harness.tensors import check, dense
+
+IMPLEMENTATIONS = {"cpu": nullcontext, "interpreted": interpret}
+SHAPE = {"B": 2, "T": 70, "S": 70, "H": 2, "Hkv": 2, "D": 16}
+
+
+def tensors_of(B, T, S, H, Hkv, D, Dv=None, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    shapes = {"query": (B, T, H, D), "key": (B, S, Hkv, D), "value": (B, S, Hkv, Dv or D)}
+    return {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
+
+
+def seen_of(T, S, causal=False, sliding_window=None, **_: Any) -> np.ndarray:
+    distance = np.arange(S) - (np.arange(T)[:, None] + S - T)
+    left, right = sliding_window if isinstance(sliding_window, tuple) else (sliding_window,) * 2
+    seen = (distance <= 0) | (not causal)
+    return seen & (distance >= (-S if left is None else -left)) & (distance <= (S if right is None else right))
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "causal-T<S-gqa": ({"T": 20, "H": 4}, {"causal": True}),
+    "causal-T>S": ({"S": 33}, {"causal": True}),
+    "window": ({"T": 100, "S": 100, "B": 1}, {"sliding_window": (20, 3)}),
+    "soft-cap": ({"Dv": 24}, {"logits_soft_cap": 2.0, "causal": True}),
+    "bfloat16": ({"dtype": torch.bfloat16}, {"causal": True, "softmax_scale": 0.3}),
+    "decode-gqa": ({"T": 1, "H": 8}, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients(case, implementation):
+    sizes, options = CASES[case]
+    tensors = tensors_of(**{**SHAPE, **sizes})
+    (B, T, H, _), (_, S, _, Dv) = tensors["query"].shape, tensors["value"].shape
+    seen = seen_of(T, S, **options)[None, None]
+    random = torch.Generator().manual_seed(2)
+    cotangents = torch.randn((B, T, H, Dv), generator=random), torch.randn((B, H, T), generator=random)
+
+    def ours(query, key, value):
+        return flash_attention(query, key, value, return_lse=True, **options)
+
+    def theirs(query, key, value):
+        return dense(query, key, value, seen, options.get("softmax_scale"), options.get("logits_soft_cap"))
+
+    with IMPLEMENTATIONS[implementation]():
+        check(ours, theirs, tensors, cotangents)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sinks(implementation):
+    tensors = tensors_of(**{**SHAPE, "S": 33}) | {"sinks": torch.tensor([0.5, -1.0])}
+    seen = seen_of(70, 33, causal=True)[None, None]
+    random = torch.Generator().manual_seed(2)
+    cotangents = torch.randn((2, 70, 2, 16), generator=random), torch.randn((2, 2, 70), generator=random)
+
+    def ours(query, key, value, sinks):
+        return flash_attention(query, key, value, softmax_aux=sinks, causal=True, return_lse=True)
+
+    with IMPLEMENTATIONS[implementation]():
+        check(ours, lambda query, key, value, sinks: dense(query, key, value, seen, sinks=sinks), tensors, cotangents)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (3,)])
+def test_sinks_of_every_shape_as_in_jax(shape):
+    tensors = tensors_of(**SHAPE)
+    sinks = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    expected = ejkernel.modules.flash_attention(
+        *(jnp.asarray(x.numpy()) for x in tensors.values()), softmax_aux=jnp.asarray(sinks.numpy()), causal=True
+    )
+    actual = flash_attention(**tensors, softmax_aux=sinks, causal=True)
+    np.testing.assert_allclose(actual.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("T", "S", "cu_q", "cu_k"),
+    [(100, 100, [0, 30, 31, 80], None), (60, 100, [0, 20, 50], [0, 40, 90]), (60, 60, [0, 20, 60], [0, 30, 55])],
+)
+def test_packed_as_in_jax(T, S, cu_q, cu_k, implementation):
+    tensors = tensors_of(1, T, S, 2, 1, 16)
+    cu = {"cum_seqlens_q": cu_q, "cum_seqlens_k": cu_k}
+    given = {name: x for name, x in cu.items() if x is not None}
+    expected = ejkernel.modules.flash_attention(
+        *(jnp.asarray(x[0].numpy()) for x in tensors.values()),
+        **{name: jnp.array(x) for name, x in given.items()},
+        causal=True,
+        sliding_window=9,
+        return_lse=True,
+    )
+    with IMPLEMENTATIONS[implementation]():
+        actual = flash_attention(
+            *(x[0] for x in tensors.values()),
+            **{name: torch.tensor(x) for name, x in given.items()},
+            causal=True,
+            sliding_window=9,
+            return_lse=True,
+        )
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, atol=3e-6)
+
+
+def test_one_sequence_and_an_empty_batch():
+    query, key, value = tensors_of(**SHAPE).values()
+    out, lse = flash_attention(query[0], key[0], value[0], return_lse=True)
+    assert out.shape == (70, 2, 16) and lse.shape == (2, 70)
+    torch.testing.assert_close(out, flash_attention(query, key, value)[0])
+    empty = query[:0].requires_grad_()
+    out, lse = flash_attention(empty, key[:0], value[:0], return_lse=True)
+    assert out.shape == (0, 70, 2, 16) and lse.shape == (0, 2, 70)
+    (out.sum() + lse.sum()).backward()
+    assert empty.grad.shape == empty.shape
+
+
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "keys alone": (ValueError, "cum_seqlens_k needs cum_seqlens_q", {"cum_seqlens_k": torch.tensor([0, 70])}),
+    "a batch of packed ones": (ValueError, "query has batch 2, needed 1", {"cum_seqlens_q": torch.tensor([0, 70])}),
+    "window": (ValueError, "must not be negative", {"sliding_window": -1}),
+    "scale": (ValueError, "softmax_scale=inf must be finite", {"softmax_scale": float("inf")}),
+    "cap": (ValueError, "logits_soft_cap=0.0 must be positive", {"logits_soft_cap": 0.0}),
+    "causal": (TypeError, "causal must be True or False", {"causal": 1}),
+    "sinks": (ValueError, r"softmax_aux \(3, 2\) must be", {"softmax_aux": torch.zeros(3, 2)}),
+    "sinks of ints": (TypeError, "softmax_aux must be a tensor of floats", {"softmax_aux": torch.zeros(2).int()}),
+    "dropout": (TypeError, "dropout_prob", {"dropout_prob": 0.1}),
+    "bias": (TypeError, "bias", {"bias": torch.zeros(1)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options(case):
+    error, message, options = BAD[case]
+    with pytest.raises(error, match=message):
+        flash_attention(*tensors_of(**SHAPE).values(), **options)
