@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ejkernel.cli import screen
 from ejkernel.cli.families import family_of
@@ -56,7 +57,12 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)
     table = screen.table("platform", "why not")
     for platform, reasons in answer.refusals.items():
-        table.add_row(platform, "\n".join(f"- {reason}" for reason in reasons))
+        table.add_row(platform, _listed(reasons))
     for platform, reasons in answer.avoided.items():
-        table.add_row(f"{platform}, gradient", "\n".join(f"- {reason}" for reason in reasons))
+        table.add_row(f"{platform}, gradient", _listed(reasons))
     console.print(table)
+
+
+def _listed(reasons: list[str]) -> str:
+    """One per line; the brackets of `ejkernel[fa4]` are no markup."""
+    return escape("\n".join(f"- {reason}" for reason in reasons))

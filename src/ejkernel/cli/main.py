@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import ejkernel
@@ -38,7 +39,7 @@ def info() -> None:
     table = screen.table("platform", "here", "operations, or why not", title="Platforms")
     for platform, works in facts.platforms().items():
         here = "[green]yes[/]" if works.operations else "[yellow]no[/]"
-        table.add_row(platform, here, "\n".join(works.operations or works.reasons))
+        table.add_row(platform, here, escape("\n".join(works.operations or works.reasons)))
     console.print(table)
 
 
