@@ -121,6 +121,11 @@ def _mask_and_pattern() -> MaskInfo:
     return MaskInfo.from_random(B, T, T, sparsity=0.2) & MaskInfo.from_block_pattern(pattern, q_len=T)
 
 
+def _mesh() -> jax.sharding.Mesh:
+    """Of one device: tests/ring has many."""
+    return jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:1]), ("sp",))
+
+
 # one line for an operation, and one for each way of calling it that takes another path
 SAMPLES = {
     "plain": flash(),
@@ -144,6 +149,9 @@ SAMPLES = {
     "recurrent": trained(modules.recurrent_attention, LINEAR | DECAYS, reverse=True),
     "gla": trained(modules.gla_attention, LINEAR | {"g": (B, T, H, D)}, return_state=True),
     "lightning": trained(modules.lightning_attention, LINEAR, layer_idx=1, num_layers=3),
+    "ring": trained(modules.ring_attention, ATTENTION, causal=True, mesh=_mesh),
+    "zigzag": served(modules.to_zigzag, {"x": (B, T, H)}, devices=3),
+    "zigzag-back": served(modules.from_zigzag, {"x": (B, T, H)}, devices=1),
     "mean-pooling": trained(modules.mean_pooling, {"x": (B, T, H, D)}, chunk_size=4),
     "mean-pooling-packed": trained(modules.mean_pooling, {"x": (1, T, H, D)}, chunk_size=2, cu_seqlens=CU),
     "native-sparse": trained(modules.native_sparse_attention, ATTENTION | GATES, **NATIVE),

@@ -96,6 +96,26 @@ def test_distributed_execution():
     np.testing.assert_allclose(output, 1.0, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+def test_long_sequence_training():
+    q = k = v = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
+
+    from jax.sharding import Mesh
+
+    from ejkernel.modules import ring_attention
+
+    # Distribute very long sequences across devices
+    mesh = Mesh(jax.devices(), axis_names=("sp",))
+    with mesh:
+        output = ring_attention(
+            q, k, v,
+            axis_name="sp",
+            causal=True,
+        )  # fmt: skip
+    assert len(output.sharding.device_set) == jax.device_count() == 8
+    np.testing.assert_allclose(output, flash_attention(q, k, v, causal=True), atol=1e-5)
+
+
 def test_force_a_specific_platform():
     q = k = v = jnp.ones((2, 128, 8, 64))
     with pytest.raises(NotImplementedError, match="platform 'triton' cannot do this call"):

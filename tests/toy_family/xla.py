@@ -65,4 +65,5 @@ IMPLEMENTATION = Implementation(
     forward,
     backward,
     shared_residuals=False,
+    residuals={"starts": "B chunks D"},
 )

@@ -7,4 +7,5 @@ FAMILIES = (
     "ejkernel.kernels.linear",
     "ejkernel.kernels.native_sparse",
     "ejkernel.kernels.pooling",
+    "ejkernel.kernels.ring",
 )

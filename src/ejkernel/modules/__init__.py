@@ -1,5 +1,6 @@
 """The public functions: one per operation, with its full documentation and no logic."""
 
+from ejkernel.kernels.ring.layout import from_zigzag, to_zigzag
 from ejkernel.modules.attention import attention
 from ejkernel.modules.blocksparse import blocksparse_attention
 from ejkernel.modules.cascade import cascade_attention
@@ -11,6 +12,7 @@ from ejkernel.modules.linear import gla_attention, lightning_attention, recurren
 from ejkernel.modules.mean_pooling import mean_pooling
 from ejkernel.modules.native_sparse import native_sparse_attention, select_blocks, selected_attention
 from ejkernel.modules.paged import page_attention, prefill_page_attention, ragged_page_attention
+from ejkernel.modules.ring import ring_attention
 from ejkernel.modules.sdpa import scaled_dot_product_attention
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "decode_attention",
     "dot_product_attention",
     "flash_attention",
+    "from_zigzag",
     "gla_attention",
     "lightning_attention",
     "mean_pooling",
@@ -29,9 +32,11 @@ __all__ = [
     "ragged_decode_attention",
     "ragged_page_attention",
     "recurrent_attention",
+    "ring_attention",
     "scaled_dot_product_attention",
     "select_blocks",
     "selected_attention",
+    "to_zigzag",
     "write_interleaved_kv_pages",
     "write_kv_pages",
 ]

@@ -6,7 +6,7 @@ from ejkernel.ops.explanation import Explanation, explain
 from ejkernel.ops.operation import Call, Dims, Implementation, Operation, Splits
 from ejkernel.ops.platforms import PLATFORMS
 from ejkernel.ops.registry import get_operation, list_operations, register_families
-from ejkernel.ops.settings import deterministic, interpret, interpreting
+from ejkernel.ops.settings import deterministic, implicit_sharding, interpret, interpreting
 from ejkernel.ops.sharding import Shards
 from ejkernel.ops.support import support_table
 from ejkernel.ops.target import Target, device_kind
@@ -30,6 +30,7 @@ __all__ = [
     "device_kind",
     "explain",
     "get_operation",
+    "implicit_sharding",
     "interpret",
     "interpreting",
     "list_operations",

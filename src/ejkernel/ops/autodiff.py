@@ -11,7 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
 from ejkernel.ops.empty import allow_empty, allow_empty_gradient
-from ejkernel.ops.operation import Arrays, Call, Plan
+from ejkernel.ops.operation import Arrays, Call, Dims, Plan
+from ejkernel.ops.partitioning import partitioned
 from ejkernel.ops.sharding import on_mesh_of
 
 
@@ -33,6 +34,12 @@ def _call(plan: Plan, arrays: Arrays) -> Call:
     return call
 
 
+def _results(plan: Plan) -> dict[str, Dims]:
+    """The dimensions of outputs and residuals."""
+    known = {**plan.implementation.residuals, **plan.operation.outputs}
+    return {name: Dims(names) for name, names in known.items()}
+
+
 # compiled here, so that calls outside jit share programs too: a plan is hashable and says all that is static
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
@@ -43,8 +50,10 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
         with on_mesh_of(arrays), default_rules():
             return plan.implementation.forward(_call(plan, arrays), plan.config)
 
-    whole = frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
-    return fold_forward(allow_empty(one), whole)(arrays)
+    operation = plan.operation
+    split = partitioned(one, operation.splits, [operation.arrays], _results(plan)) if plan.implicit else one
+    whole = frozenset(name for name, dims in operation.arrays.items() if not dims.broadcasts)
+    return fold_forward(allow_empty(split), whole)(arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -57,8 +66,11 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
             assert plan.implementation.backward is not None
             return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
 
-    trained = frozenset(name for name, dims in plan.operation.arrays.items() if dims.grad)
-    return fold_backward(allow_empty_gradient(one, trained), trained)(arrays, residuals, cotangents)
+    operation = plan.operation
+    groups = [operation.arrays, _results(plan), _results(plan)]
+    split = partitioned(one, operation.splits, groups, operation.arrays, gradients=True) if plan.implicit else one
+    trained = frozenset(name for name, dims in operation.arrays.items() if dims.grad)
+    return fold_backward(allow_empty_gradient(split, trained), trained)(arrays, residuals, cotangents)
 
 
 def _differentiated_again(plan: Plan, *_: Any) -> Any:

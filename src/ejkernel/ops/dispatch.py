@@ -1,6 +1,6 @@
 """run(): from a canonical call to the implementation that does it, and the reasons why others would not."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from ejkernel.ops.autodiff import default_rules, execute
 from ejkernel.ops.explanation import Explanation, answer, explaining, together
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
-from ejkernel.ops.settings import interpreting, is_deterministic, xla_is_deterministic
-from ejkernel.ops.sharding import Shards, run_sharded, typed_specs, varying_like
+from ejkernel.ops.settings import implicitly, interpreting, is_deterministic, xla_is_deterministic
+from ejkernel.ops.sharding import Shards, likely_specs, run_sharded, typed_specs, varying_like
 from ejkernel.ops.target import Target, target_of
 
 
@@ -185,9 +185,18 @@ def _choose_from(
     config, source = configs.choose_config(operation, implementation, chosen, call, cfg)
     if source not in ("cfg=", "use_config") and tuning.active() and not explaining():
         config, source = tuning.tune(operation, implementation, chosen, call), "autotune"
-    plan = Plan(operation, implementation, config, call.spec, call.target)
-    told = Explanation(operation.name, call.target, chosen, config, source, reason, refused)
-    return plan, replace(told, remark=implementation.remark(call, config))
+    plan = Plan(operation, implementation, config, call.spec, call.target, implicit=_implicit(call))
+    return plan, Explanation(operation.name, call.target, chosen, config, source, reason, refused)
+
+
+def _implicit(call: Call) -> bool:
+    """Whether a plain jit may be told how a call splits.
+
+    Libtpu has no custom partitioning (JAX issue 38196). An interpreter calls back, which the program of a part may not.
+    Inside a shard_map all is split already.
+    """
+    able = call.target.backend != "tpu" and not call.target.interpreted
+    return able and implicitly() and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _refuse(operation: Operation, explanation: Explanation, platform: str | None) -> NotImplementedError:
@@ -225,9 +234,33 @@ def run(
     """Run a canonical call and return its outputs by name."""
     shards = Shards() if shards is None else shards
     call = settled(call, shards)
+    mesh = shards.found_mesh
+    if shards.in_specs is None and mesh is not None and not typed_specs(call) and _needs_specs(call, mesh):
+        shards = replace(shards, in_specs=likely_specs(operation, call, mesh))
     if shards.in_specs is not None or typed_specs(call):
-        return run_sharded(operation, call, shards, lambda local: run_here(operation, local, platform, cfg))
+        return run_sharded(operation, call, shards, Here(operation, platform, cfg))
     return run_here(operation, call, platform, cfg)
+
+
+def _needs_specs(call: Call, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Whether a plain jit could not split the call: on several TPUs, outside of a shard_map."""
+    return call.target.backend == "tpu" and mesh.size > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+
+
+@dataclass(frozen=True)
+class Here:
+    """Does calls on this device alone, as the caller said."""
+
+    operation: Operation
+    platform: str | None = None
+    cfg: Any = None
+
+    def __call__(self, call: Call) -> Arrays:
+        return run_here(self.operation, call, self.platform, self.cfg)
+
+    def plan(self, call: Call) -> Plan:
+        """How it would do one."""
+        return plan(self.operation, call, self.platform, self.cfg)
 
 
 def run_here(operation: Operation, call: Call, platform: str | None, cfg: Any) -> Arrays:

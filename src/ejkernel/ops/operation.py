@@ -19,6 +19,7 @@ class Dims:
     """The dimension letters of a named array, whether a gradient flows to it, and whether it may broadcast.
 
     The first letter is `B` everywhere, and vmap folds into it. Its size is the batch, or also 1 where it broadcasts.
+    A dimension may have several entries for each of its letter, one after the other: `2Hkv` has two, `N*` any number.
     """
 
     names: str
@@ -27,7 +28,14 @@ class Dims:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(self.names.split())
+        """The letters alone."""
+        return tuple(name.lstrip("0123456789").removesuffix("*") for name in self.names.split())
+
+    @property
+    def each(self) -> tuple[int | None, ...]:
+        """How many entries there are for each of a letter; None: any number."""
+        heads = [name.removesuffix(letter) for name, letter in zip(self.names.split(), self.axes, strict=True)]
+        return tuple(None if head.endswith("*") else int(head or 1) for head in heads)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,9 @@ class Splits:
 
     Attributes:
         free: letters whose parts never meet: every device computes its own.
-        tied: pairs of letters that are split alike, unless the second has size 1 and is whole.
+        tied: pairs of letters that are split alike.
+        grouped: pairs of letters where equal groups of the first share one of the second (query and key heads). They
+            are split alike, or the second over fewer axes: a device then takes from its part what its groups need.
         passed_on: letters whose parts do meet: `(call, axes, run)` to outputs, on each device, where `call` is its
             part, `axes` are what the letter is split over, and `run` does a call on this device alone.
         otherwise: for letters that may not be split, what to do instead.
@@ -44,6 +54,7 @@ class Splits:
 
     free: tuple[str, ...] = ("B",)
     tied: tuple[tuple[str, str], ...] = ()
+    grouped: tuple[tuple[str, str], ...] = ()
     passed_on: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     otherwise: Mapping[str, str] = field(default_factory=dict)
 
@@ -74,10 +85,6 @@ def _takes_any_config(call: Call, config: Any) -> list[str]:
     return []
 
 
-def _no_remark(call: Call, config: Any) -> str:
-    return ""
-
-
 @dataclass(eq=False)
 class Implementation:
     """How one platform does an operation. A platform's file makes one, called `IMPLEMENTATION`.
@@ -94,9 +101,10 @@ class Implementation:
         shared_residuals: whether the residuals are those that the operation's other platforms leave and take, so that
             another's backward may follow this forward, and this backward another's forward. If not, what they are may
             depend on the config, and its own backward follows with the same one.
+        residuals: dimension letters of the residuals that are not outputs. Without them every device of a plain jit
+            computes everything.
         deterministic: whether the backward gives the same bits every run.
         deterministic_by_xla: whether it does so at least with XLA's `--xla_gpu_deterministic_ops`.
-        remark: what `explain` says of a config beside its fields: why it is that one, say.
     """
 
     Config: type
@@ -107,9 +115,9 @@ class Implementation:
     backward: Callable[[Call, Arrays, Arrays, Any], Arrays] | None = None
     unsupported_config: Callable[[Call, Any], list[str]] = _takes_any_config
     shared_residuals: bool = True
+    residuals: Mapping[str, str] = field(default_factory=dict)
     deterministic: bool = True
     deterministic_by_xla: bool = False
-    remark: Callable[[Call, Any], str] = _no_remark
 
 
 def _no_probes() -> dict[str, Call]:
@@ -177,6 +185,7 @@ class Plan:
     """Everything static about one execution: hashable, so that it can key traces.
 
     `gradient` is the plan of the backward, where that is another platform's; `no_gradient` says why there is none.
+    `implicit` says that a plain jit may split it over devices.
     """
 
     operation: Operation
@@ -186,6 +195,7 @@ class Plan:
     target: Target
     gradient: "Plan | None" = None
     no_gradient: str | None = None
+    implicit: bool = False
 
     def call(self, arrays: Arrays) -> Call:
         return Call(self.spec, arrays, self.target)

@@ -1,4 +1,4 @@
-"""Settings of a stretch of a program: interpreters for absent hardware, and gradients that repeat to the bit."""
+"""Settings of a stretch of a program: interpreters, gradients that repeat to the bit, and who splits over devices."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _INTERPRETING: ContextVar[bool] = ContextVar("ejkernel_interpreting", default=False)
+_IMPLICIT: ContextVar[bool | None] = ContextVar("ejkernel_implicit_sharding", default=None)
 _DETERMINISTIC: ContextVar[bool | None] = ContextVar("ejkernel_deterministic", default=None)
 
 
@@ -70,3 +71,31 @@ def is_deterministic() -> bool:
     if asked is not None:
         return asked
     return os.environ.get("EJKERNEL_DETERMINISTIC", "0") not in ("", "0") or xla_is_deterministic()
+
+
+@contextmanager
+def implicit_sharding(on: bool = True) -> Iterator[None]:
+    """Whether arrays that lie split over Auto mesh axes stay so through the kernels of a plain jit; they do.
+
+    JAX has no other way for this than `custom_partitioning`. A program for several devices that has one cannot be
+    exported, nor lowered for an `AbstractMesh`, nor hold arrays of meshes with different shapes: for such a program
+    switch it off, here or with `EJKERNEL_IMPLICIT_SHARDING=0`, and give `mesh=` and `in_specs=` where arrays are split.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import flash_attention
+    >>> from ejkernel.ops import implicit_sharding
+    >>> with implicit_sharding(False):
+    ...     flash_attention(*[jnp.ones((1, 16, 2, 8))] * 3).shape
+    (1, 16, 2, 8)
+    """
+    token = _IMPLICIT.set(on)
+    try:
+        yield
+    finally:
+        _IMPLICIT.reset(token)
+
+
+def implicitly() -> bool:
+    """Whether a plain jit is told how calls split."""
+    asked = _IMPLICIT.get()
+    return os.environ.get("EJKERNEL_IMPLICIT_SHARDING", "1") not in ("", "0") if asked is None else asked

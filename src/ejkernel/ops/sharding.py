@@ -5,19 +5,24 @@ do not say how each of their steps would be split.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import core as jax_core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.ops.operation import Arrays, Call, Operation
+from ejkernel.ops.operation import Arrays, Call, Dims, Operation
+from ejkernel.ops.target import ambient_mesh
 
 Axes = tuple[str, ...]
+
+# what MaxText, EasyDeL, Flax and others call the axis that weights, and with them heads, are split over
+_OF_WEIGHTS = ("tp", "mp", "tensor", "model", "heads")
 
 # what errors call the specs, by whether they are those of types
 _SOURCE = {False: "in_specs", True: "the shardings of the arrays"}
@@ -27,13 +32,20 @@ _SOURCE = {False: "in_specs", True: "the shardings of the arrays"}
 class Shards:
     """What the caller said about many devices: `mesh`, `in_specs`, `out_specs`."""
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     in_specs: Any = None
     out_specs: Any = None
 
     def __post_init__(self) -> None:
-        if self.mesh is None and (self.in_specs is not None or self.out_specs is not None):
-            raise ValueError("in_specs and out_specs need mesh=")
+        if (self.in_specs is not None or self.out_specs is not None) and self.found_mesh is None:
+            raise ValueError(
+                "in_specs and out_specs need mesh=, or a mesh around the call (jax.set_mesh, `with mesh:`)"
+            )
+
+    @property
+    def found_mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh given, else the one around the call."""
+        return self.mesh or ambient_mesh()
 
 
 def typed_specs(call: Call) -> dict[str, PartitionSpec]:
@@ -42,7 +54,7 @@ def typed_specs(call: Call) -> dict[str, PartitionSpec]:
     return {name: spec for name, spec in specs.items() if any(spec)}
 
 
-def _mesh_of(x: jax.Array) -> Mesh | AbstractMesh:
+def mesh_of(x: jax.Array) -> Mesh | AbstractMesh:
     """The mesh of an array that has one; that of a traced one is abstract."""
     sharding: Any = jax.typeof(x).sharding if isinstance(x, jax_core.Tracer) else x.sharding
     return sharding.mesh
@@ -52,13 +64,14 @@ def _axes_of_type(mesh: Mesh | AbstractMesh, *types: AxisType) -> frozenset[str]
     return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in types)
 
 
-def _axes(entry: Any) -> Axes:
+def axes_of(entry: Any) -> Axes:
+    """The mesh axes of an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
-def _parts(axes: Axes, mesh: Mesh | AbstractMesh) -> int:
+def parts(axes: Axes, mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -76,17 +89,86 @@ def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, P
     return dict(zip(names, in_specs, strict=False))
 
 
-def _sizes(operation: Operation, call: Call) -> dict[str, int]:
-    """The size of each dimension letter; an array may broadcast along one with size 1."""
+def letter_sizes(arrays: Iterable[tuple[Dims, Sequence[int]]]) -> dict[str, int]:
+    """The size of each dimension letter, from arrays and their shapes; one may broadcast along it with size 1."""
     sizes: dict[str, int] = {}
-    for name, x in call.arrays.items():
-        for letter, n in zip(operation.arrays[name].axes, x.shape, strict=True):
-            sizes[letter] = max(n, sizes.get(letter, 1))
+    for dims, shape in arrays:
+        for letter, each, n in zip(dims.axes, dims.each, shape, strict=True):
+            if each is not None:
+                sizes[letter] = max(n // each, sizes.get(letter, 1))
     return sizes
 
 
+def _sizes(operation: Operation, call: Call) -> dict[str, int]:
+    return letter_sizes((operation.arrays[name], x.shape) for name, x in call.arrays.items())
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device needs of a letter that groups of another share: query heads here, key heads of all.
+
+    Attributes:
+        letter: the one that is shared.
+        axes: those that the groups' letter is split over, `own` those that this one is: the first of them.
+        members: of the groups' letter on one device.
+        group: how many of them share one.
+        held: entries that a device has, `needed` those that its members need.
+    """
+
+    letter: str
+    axes: Axes
+    own: Axes
+    members: int
+    group: int
+    held: int
+
+    @property
+    def needed(self) -> int:
+        return max(1, self.members // self.group)
+
+    def cut(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """What is needed of an array."""
+        if self.letter not in dims.axes or self.needed == self.held:
+            return x
+        axis, each = self._axis(dims)
+        return jax.lax.dynamic_slice_in_dim(x, self._start() * each, self.needed * each, axis)
+
+    def put_back(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """Zeros for what was not needed."""
+        if self.letter not in dims.axes or self.needed == self.held:
+            return x
+        axis, each = self._axis(dims)
+        whole = jnp.zeros((*x.shape[:axis], self.held * each, *x.shape[axis + 1 :]), x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(whole, x, self._start() * each, axis)
+
+    def _axis(self, dims: Dims) -> tuple[int, int]:
+        axis = dims.axes.index(self.letter)
+        return axis, dims.each[axis] or 1
+
+    def _start(self) -> jax.Array:
+        mine = jax.lax.axis_index(self.axes) * self.members // self.group
+        return mine - jax.lax.axis_index(self.own) * self.held if self.own else mine
+
+
+def share_of(pair: tuple[str, str], sizes: Mapping[str, int], found: Mapping[str, Axes], mesh: Any) -> Share | None:
+    """How devices share the second letter of a pair; None where its parts do not fit those of the first."""
+    one, other = pair
+    axes, own = found.get(one, ()), found.get(other, ())
+    members, held = sizes[one] // parts(axes, mesh), sizes.get(other, 1) // parts(own, mesh)
+    group = sizes[one] // sizes.get(other, 1)
+    fits = members % group == 0 or group % members == 0
+    return Share(other, axes, own, members, group, held) if fits and axes[: len(own)] == own else None
+
+
+def dividing(axes: Axes, size: int, mesh: Any) -> Axes:
+    """The most of the leading axes that divide a size."""
+    while size % parts(axes, mesh):
+        axes = axes[:-1]
+    return axes
+
+
 def _axes_by_dimension(
-    operation: Operation, call: Call, specs: dict[str, PartitionSpec], typed: bool
+    operation: Operation, call: Call, specs: dict[str, PartitionSpec], mesh: Mesh | AbstractMesh, typed: bool
 ) -> dict[str, Axes]:
     """Mesh axes of each dimension letter, from the specs given; those of types leave whole ones to other arrays."""
     found: dict[str, Axes] = {}
@@ -96,51 +178,113 @@ def _axes_by_dimension(
             raise ValueError(f"in_specs of {name} is {spec}, but it has dimensions {letters}")
         entries = (*spec, *(None for _ in letters[len(spec) :]))
         for letter, entry, size in zip(letters, entries, call[name].shape, strict=True):
-            axes = _axes(entry)
+            axes = axes_of(entry)
             if not axes and (size == 1 or typed):
                 continue  # it broadcasts, or is whole and can be cut: this says nothing about the dimension
             if found.setdefault(letter, axes) != axes:
                 raise ValueError(
                     f"{_SOURCE[typed]} disagree on dimension {letter}: {found[letter]} and {axes} (in {name})"
                 )
-    sizes = _sizes(operation, call)
-    for pair in operation.splits.tied:
+    sizes, said = _sizes(operation, call), set(found)
+    for pair in (*operation.splits.tied, *operation.splits.grouped):
         for letter, other in (pair, pair[::-1]):
             if letter not in found and sizes.get(letter, 1) > 1:
                 found[letter] = found.get(other, ())
+    for _, other in operation.splits.grouped:
+        if other not in said and all(axis in mesh.shape for axis in found.get(other, ())):
+            found[other] = dividing(found.get(other, ()), sizes.get(other, 1), mesh)
     return found
 
 
 def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh | AbstractMesh, typed: bool) -> None:
-    sizes = _sizes(operation, call)
+    sizes, splits = _sizes(operation, call), operation.splits
+    splittable = (*splits.free, *splits.passed_on)
+    splittable += tuple(other for one, other in splits.tied if one in splittable)
     for letter, axes in found.items():
         for axis in axes:
             if axis not in mesh.shape:
-                raise ValueError(f"in_specs name mesh axis {axis!r}; the mesh has {tuple(mesh.shape)}")
-        parts = _parts(axes, mesh)
-        splittable = (*operation.splits.free, *operation.splits.passed_on)
-        if parts > 1 and letter not in splittable:
-            instead = operation.splits.otherwise.get(letter)
+                raise ValueError(
+                    f"{_SOURCE[typed]} split {letter} over mesh axis {axis!r}; the mesh has {dict(mesh.shape)}"
+                )
+        count, size = parts(axes, mesh), sizes.get(letter, 1)
+        if count > 1 and letter not in splittable:
+            instead = splits.otherwise.get(letter)
             raise ValueError(
-                f"{_SOURCE[typed]} split dimension {letter} over {axes}: {operation.name} can only be split over "
-                f"{', '.join(splittable)}{'' if instead is None else f'; {instead}'}"
+                f"{_SOURCE[typed]} split dimension {letter} over {axes}, which has size {size}: {operation.name} can "
+                f"only be split over {', '.join(splittable)}{'' if instead is None else f'; {instead}'}"
             )
-        if sizes[letter] % parts:
+        if size % count:
             raise ValueError(
-                f"dimension {letter} of size {sizes[letter]} does not divide over {axes} of {parts} devices"
+                f"dimension {letter} of size {size} does not divide over {axes} of {count} devices{_mend(letter, size)}"
             )
-    for one, other in operation.splits.tied:
-        alike = found.get(one, ()) == found.get(other, ())
-        if other in sizes and not alike and not (sizes[other] == 1 and not found.get(other)):
+    _check_axes({letter: tuple(a for a in axes if mesh.shape[a] > 1) for letter, axes in found.items()}, operation)
+    for one, other in splits.tied:
+        if other in sizes and found.get(one, ()) != found.get(other, ()):
             raise ValueError(
-                f"dimension {one} is split over {found.get(one, ())} and {other} over {found.get(other, ())}; "
-                f"with {other} of size {sizes[other]} they must be split alike"
+                f"dimension {one} is split over {found.get(one, ())} and {other} over {found.get(other, ())}: they "
+                "must be split alike"
             )
+    for pair in splits.grouped:
+        if pair[1] in sizes and share_of(pair, sizes, found, mesh) is None:
+            raise ValueError(_apart(pair, sizes, found, mesh))
+
+
+def _check_axes(found: dict[str, Axes], operation: Operation) -> None:
+    """That no axis splits two dimensions, unless they are split together."""
+    together = {frozenset(pair) for pair in (*operation.splits.tied, *operation.splits.grouped)}
+    by_axis: dict[str, str] = {}
+    for letter, axes in found.items():
+        for axis in axes:
+            other = by_axis.setdefault(axis, letter)
+            if other != letter and frozenset((letter, other)) not in together:
+                raise ValueError(f"mesh axis {axis!r} splits dimensions {other} and {letter}: it may split one of them")
+
+
+def _mend(letter: str, size: int) -> str:
+    return f": split it over a number that divides {size}, pad it, or split another dimension than {letter}"
+
+
+def _apart(pair: tuple[str, str], sizes: Mapping[str, int], found: Mapping[str, Axes], mesh: Any) -> str:
+    one, other = pair
+    return (
+        f"dimension {one} of size {sizes[one]} is split over {found.get(one, ())} of {parts(found.get(one, ()), mesh)} "
+        f"devices and {other} of size {sizes[other]} over {found.get(other, ())}: a device would need parts of {other} "
+        f"that it has not. Split both alike over a number that divides {sizes[other]}; or leave {other} whole and "
+        f"split {one} over a number that {sizes[other]} divides; or split another dimension"
+    )
 
 
 def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axes]) -> PartitionSpec:
     """The spec of an array: broadcast dimensions of size 1 are not split."""
     return PartitionSpec(*(found.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True)))
+
+
+def likely_axes(operation: Operation, call: Call, mesh: Mesh | AbstractMesh, taken: Axes = ()) -> dict[str, Axes]:
+    """Where nobody says how arrays lie: every axis of a mesh, but those taken, splits the first letter it divides.
+
+    An axis with a name that model builders give to the one that splits weights begins with the last letter: heads.
+    """
+    sizes, splits, found = _sizes(operation, call), operation.splits, {}
+    pairs = [pair for pair in (*splits.grouped, *splits.tied) if set(pair) <= set(sizes)]
+    shared = {other for _, other in pairs}
+    letters = [letter for letter in splits.free if letter in sizes and letter not in shared]
+    free = _axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    for axis in (axis for axis in mesh.axis_names if axis in free and axis not in taken and mesh.shape[axis] > 1):
+        for letter in reversed(letters) if axis in _OF_WEIGHTS else letters:
+            more = found | {letter: (*found.get(letter, ()), axis)}
+            more |= {b: dividing(more.get(a, ()), sizes[b], mesh) for a, b in pairs}
+            fits = all(share_of(pair, sizes, more, mesh) is not None for pair in pairs if pair in splits.grouped)
+            fits &= all(more.get(a, ()) == more[b] for a, b in pairs if (a, b) in splits.tied and a in splits.free)
+            if sizes[letter] % parts(more[letter], mesh) == 0 and fits:
+                found = more
+                break
+    return found
+
+
+def likely_specs(operation: Operation, call: Call, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
+    """The specs of all arrays by `likely_axes`."""
+    found = likely_axes(operation, call, mesh)
+    return {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in call.arrays.items()}
 
 
 def on_mesh_of(arrays: Any) -> AbstractContextManager[None]:
@@ -169,12 +313,17 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
     """Run `body` on every device's part of the call, as `in_specs` say or else the types of the arrays."""
     typed = shards.in_specs is None
     given = typed_specs(call) if typed else _named_specs(operation, call, shards.in_specs)
-    mesh = shards.mesh or _mesh_of(call[next(iter(given))])
-    found = _axes_by_dimension(operation, call, given, typed)
+    mesh = mesh_of(call[next(iter(given))]) if typed and shards.mesh is None else shards.found_mesh
+    assert mesh is not None
+    found = _axes_by_dimension(operation, call, given, mesh, typed)
     _check(found, call, operation, mesh, typed)
+    sizes = _sizes(operation, call)
+    shares = [share_of(pair, sizes, found, mesh) for pair in operation.splits.grouped if pair[1] in sizes]
     in_specs = {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in call.arrays.items()}
     in_specs |= {} if typed else given
-    derived = {n: PartitionSpec(*(found.get(c, ()) or None for c in d.split())) for n, d in operation.outputs.items()}
+    derived = {
+        n: PartitionSpec(*(found.get(c, ()) or None for c in Dims(d).axes)) for n, d in operation.outputs.items()
+    }
     wanted = _output_specs(operation, shards.out_specs)
 
     def alone(arrays: Arrays) -> Arrays:
@@ -182,8 +331,11 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
 
     def local(arrays: Arrays) -> Arrays:
         run = body
+        for share in shares:
+            assert share is not None
+            arrays = {name: share.cut(x, operation.arrays[name]) for name, x in arrays.items()}
         for letter, pass_on in operation.splits.passed_on.items():
-            if _parts(axes := found.get(letter, ()), mesh) > 1:
+            if parts(axes := found.get(letter, ()), mesh) > 1:
                 run = partial(pass_on, axes=axes, run=run)
         return run(Call(call.spec, arrays, call.target))
 
@@ -205,7 +357,7 @@ def _shard_map(function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs
     )
 
     def typed(spec: PartitionSpec) -> NamedSharding:
-        entries = (tuple(axis for axis in _axes(entry) if axis in explicit) for entry in spec)
+        entries = (tuple(axis for axis in axes_of(entry) if axis in explicit) for entry in spec)
         return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries)))
 
     if not explicit:
@@ -223,7 +375,7 @@ def split_vmap(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any,
         if sharding is None:
             return rule(axis_size, in_batched, *groups)
         entry, mesh = sharding.spec[0], sharding.mesh
-        part = axis_size // _parts(_axes(entry), mesh)
+        part = axis_size // parts(axes_of(entry), mesh)
         specs = jax.tree.map(lambda mapped: PartitionSpec(entry if mapped else None), tuple(in_batched))
         local = _shard_map(lambda *parts: rule(part, in_batched, *parts)[0], mesh, specs, PartitionSpec(entry))
         outputs = local(*groups)

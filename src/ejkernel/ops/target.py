@@ -90,17 +90,23 @@ def describe_device(device: Device) -> Target:
     return Target(device.platform, kind, device.platform)
 
 
-def _ambient_mesh_device() -> Device | None:
-    """A device of the mesh set by `jax.set_mesh` or by `with mesh:`."""
+def ambient_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh set by `jax.set_mesh` or by `with mesh:`; an abstract one where nothing else is known."""
     from jax._src import mesh as mesh_lib  # no public getter of the physical mesh in JAX 0.10 and 0.11
 
     for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
         if isinstance(mesh, jax.sharding.Mesh) and mesh.size:
-            return mesh.devices.flat[0]
-    return None
+            return mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
 
 
-def target_of(arrays: Iterable[object], mesh: jax.sharding.Mesh | None = None) -> Target:
+def _ambient_mesh_device() -> Device | None:
+    mesh = ambient_mesh()
+    return mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def target_of(arrays: Iterable[object], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Target:
     """The device a call on `arrays` is for."""
     if (given := _ASSUMED.get()) is not None:
         return given

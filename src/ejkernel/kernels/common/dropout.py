@@ -1,4 +1,9 @@
-"""Dropout bits from a counter: the same on every platform, for they depend on (seed, batch, head, query, key) only."""
+"""Dropout bits from a counter: the same on every platform, for they depend on (seed, batch, head, query, key) only.
+
+The counter of a pair is `seed + query * STEP_QUERY + key * STEP_KEY`. Tokens that begin elsewhere, as on a device that
+has a part of a sequence, so only change the seed (`moved`). With these steps no two pairs within 60000 queries and keys
+of each other have the same counter.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,8 +14,8 @@ import numpy as np
 
 STEP_BATCH = np.uint32(0x9E3779B1)
 STEP_HEAD = np.uint32(0x85EBCA77)
-STEP_QUERY = np.uint32(0xC2B2AE3D)
-STEP_KEY = np.uint32(0x27D4EB2F)
+STEP_QUERY = np.uint32(0x06B69AB5)
+STEP_KEY = np.uint32(0xA703CAEF)
 MIX_1 = np.uint32(0x7FEB352D)
 MIX_2 = np.uint32(0x846CA68B)
 
@@ -38,5 +43,9 @@ def threshold(probability: float) -> np.uint32:
 
 def keep(seed: Any, query: jax.Array, key: jax.Array, probability: float) -> jax.Array:
     """Which pairs stay: query indices (T, 1) and key indices (1, S) give bool (T, S)."""
-    row = mix(seed + query.astype(jnp.uint32) * STEP_QUERY)
-    return mix(row + key.astype(jnp.uint32) * STEP_KEY) >= threshold(probability)
+    return mix(moved(seed, query, key)) >= threshold(probability)
+
+
+def moved(seed: Any, query: Any, key: Any) -> jax.Array:
+    """The seed of pairs that are counted from this query and this key on."""
+    return seed + query.astype(jnp.uint32) * STEP_QUERY + key.astype(jnp.uint32) * STEP_KEY

@@ -59,7 +59,7 @@ def mix(x):
 @triton.jit
 def dropout_keep(seed, o_q, o_k, threshold):
     """Which pairs stay, for indices that broadcast against each other."""
-    b_row = mix(seed.to(tl.uint32) + o_q.to(tl.uint32) * _STEP_QUERY)
+    b_row = seed.to(tl.uint32) + o_q.to(tl.uint32) * _STEP_QUERY
     return mix(b_row + o_k.to(tl.uint32) * _STEP_KEY) >= threshold.to(tl.uint32)
 
 

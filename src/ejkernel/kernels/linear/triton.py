@@ -113,7 +113,14 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
 
 
 IMPLEMENTATION = Implementation(
-    Config, unsupported, default_config, search_space, forward, backward, shared_residuals=False
+    Config,
+    unsupported,
+    default_config,
+    search_space,
+    forward,
+    backward,
+    shared_residuals=False,
+    residuals={"starts": "B pieces H D Dv"},
 )
 
 

@@ -1,5 +1,6 @@
 """The operations of the native sparse family, and where their implementations live."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,11 +121,14 @@ def selection_example(call: Call) -> Arrays:
     return arrays | {"own": jnp.broadcast_to(own, call["own"].shape)}
 
 
-SPLITS = Splits(
+_splits = partial(
+    Splits,
     free=("B", "H", "Hkv"),
-    tied=(("H", "Hkv"),),
     otherwise=dict.fromkeys(("T", "S"), "any query may select any block before it: split batch or heads"),
 )
+
+# a key head selects by all of its query heads
+SPLITS = _splits(tied=(("H", "Hkv"),))
 
 SELECTED_ATTENTION = Operation(
     name="selected_attention",
@@ -136,7 +140,7 @@ SELECTED_ATTENTION = Operation(
     },
     preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)},
     bucket=bucket,
-    splits=SPLITS,
+    splits=_splits(grouped=(("H", "Hkv"),)),
     example=example,
     probes=probes,
 )

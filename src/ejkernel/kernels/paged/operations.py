@@ -9,6 +9,7 @@ import numpy as np
 
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.paged.calls import decode_call, page_call, prefill_call, ragged_decode_call, ragged_page_call
+from ejkernel.kernels.paged.sharded import along_length, along_pages
 from ejkernel.kernels.paged.spec import (
     ARRAYS,
     BY_SEQUENCE,
@@ -130,17 +131,23 @@ _family = partial(
     implementations=IMPLEMENTATIONS,
     preference=PREFERENCE,
     bucket=bucket,
-    splits=Splits(free=("B", "N", "H", "Hkv"), tied=(("H", "Hkv"),)),
     example=example,
     probes=probes,
     no_gradient=NO_GRADIENT,
 )
 
-PAGE_ATTENTION = _family(name="page_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE)
-RAGGED_PAGE_ATTENTION = _family(name="ragged_page_attention", arrays=ARRAYS, outputs=OUTPUTS)
-PREFILL_PAGE_ATTENTION = _family(name="prefill_page_attention", arrays=ARRAYS, outputs=OUTPUTS)
-DECODE_ATTENTION = _family(name="decode_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE)
-RAGGED_DECODE_ATTENTION = _family(name="ragged_decode_attention", arrays=CONTIGUOUS, outputs=OUTPUTS_BY_SEQUENCE)
+_splits = partial(Splits, free=("B", "N", "H", "Hkv"), grouped=(("H", "Hkv"),))
+_BY_PAGES = _splits(passed_on={"P": along_pages})
+_BY_LENGTH = _splits(passed_on={"S": along_length})
+_PACKED = _splits(otherwise={"P": "page_attention and decode_attention split pages"})
+
+PAGE_ATTENTION = _family(name="page_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE, splits=_BY_PAGES)
+RAGGED_PAGE_ATTENTION = _family(name="ragged_page_attention", arrays=ARRAYS, outputs=OUTPUTS, splits=_PACKED)
+PREFILL_PAGE_ATTENTION = _family(name="prefill_page_attention", arrays=ARRAYS, outputs=OUTPUTS, splits=_PACKED)
+DECODE_ATTENTION = _family(name="decode_attention", arrays=BY_SEQUENCE, outputs=OUTPUTS_BY_SEQUENCE, splits=_BY_PAGES)
+RAGGED_DECODE_ATTENTION = _family(
+    name="ragged_decode_attention", arrays=CONTIGUOUS, outputs=OUTPUTS_BY_SEQUENCE, splits=_BY_LENGTH
+)
 
 OPERATIONS = (
     PAGE_ATTENTION,

@@ -42,7 +42,7 @@ ARRAYS = {
     "query": Dims("B T H D", broadcasts=False),
     "key_pages": Dims("B P L Hkv D"),
     "value_pages": Dims("B P L Hkv Dv"),
-    "kv_pages": Dims("B P L Hkv D"),
+    "kv_pages": Dims("B P L 2Hkv D"),
     "context_lens": Dims("B N"),
     "block_tables": Dims("B N W"),
     "query_start": Dims("B M"),
@@ -52,13 +52,13 @@ ARRAYS = {
     "k_scale": Dims("B Hkv"),
     "v_scale": Dims("B Hkv"),
 }
-# one query token per sequence, so that sequences can be split over devices; contiguous caches split along
-BY_SEQUENCE = ARRAYS | {"query": Dims("B N H D", broadcasts=False)}
+# as many query tokens of each sequence, so that sequences can be split over devices; contiguous caches split along
+BY_SEQUENCE = ARRAYS | {"query": Dims("B N* H D", broadcasts=False)}
 CONTIGUOUS = BY_SEQUENCE | {"key_pages": Dims("B N S Hkv D"), "value_pages": Dims("B N S Hkv Dv")}
 
 # lse is the log-sum-exp of a row's logits, top their maximum; both with sinks, -inf for a row that sees nothing
 OUTPUTS = {"out": "B T H Dv", "lse": "B H T", "top": "B H T"}
-OUTPUTS_BY_SEQUENCE = {"out": "B N H Dv", "lse": "B H N", "top": "B H N"}
+OUTPUTS_BY_SEQUENCE = {"out": "B N* H Dv", "lse": "B H N*", "top": "B H N*"}
 
 
 class Cost(NamedTuple):

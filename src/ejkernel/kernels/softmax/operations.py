@@ -110,7 +110,7 @@ def example(call: Call) -> Arrays:
 
 SPLITS = Splits(
     free=("B", "H", "Hkv"),
-    tied=(("H", "Hkv"),),
+    grouped=(("H", "Hkv"),),
     otherwise=dict.fromkeys(("T", "S"), "ring_attention splits lengths"),
 )
 

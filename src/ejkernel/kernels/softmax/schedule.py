@@ -167,12 +167,12 @@ class _Extent(NamedTuple):
 
 
 def _extents(values: Any, valid: Any, block: int, xp: Any) -> _Extent:
-    rows, length = values.shape
+    valid = xp.ones((1, values.shape[1]), dtype=xp.bool_) if valid is None else valid
+    rows, length = np.broadcast_shapes(tuple(values.shape), tuple(valid.shape))
     padding = ((0, 0), (0, -length % block))
-    valid = xp.ones((1, length), dtype=xp.bool_) if valid is None else valid
-    valid = xp.pad(xp.broadcast_to(valid, values.shape), padding)
-    low = xp.min(xp.where(valid, xp.pad(values, padding), _FAR).reshape(rows, -1, block), axis=-1)
-    high = xp.max(xp.where(valid, xp.pad(values, padding), -_FAR).reshape(rows, -1, block), axis=-1)
+    values, valid = (xp.pad(xp.broadcast_to(x, (rows, length)), padding) for x in (values, valid))
+    low = xp.min(xp.where(valid, values, _FAR).reshape(rows, -1, block), axis=-1)
+    high = xp.max(xp.where(valid, values, -_FAR).reshape(rows, -1, block), axis=-1)
     return _Extent(low, high, xp.all(valid.reshape(rows, -1, block), axis=-1))
 
 

@@ -1,0 +1,129 @@
+"""Which tokens a device has: one run of them, or two that balance causal work."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.kernels.softmax.spec import Band
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+class Part(NamedTuple):
+    """Tokens of a sequence: runs of equal length, each from its start on."""
+
+    starts: tuple[Any, ...]
+    length: int
+
+    @property
+    def index(self) -> jax.Array:
+        """The index in the whole sequence of each token, int32."""
+        run = jnp.arange(self.length, dtype=jnp.int32)
+        return jnp.concatenate([run + jnp.asarray(start, jnp.int32) for start in self.starts])
+
+    def runs(self) -> list[tuple[Any, int, int]]:
+        """Of each run, its start in the sequence, and where it begins and ends here."""
+        return [(start, i * self.length, (i + 1) * self.length) for i, start in enumerate(self.starts)]
+
+
+def part_of(layout: str, device: Any, devices: int, length: int) -> Part:
+    """The tokens of a device, which has `length` of them."""
+    if layout == "contiguous" or devices == 1:
+        return Part((device * length,), length)
+    half = length // 2
+    return Part((device * half, (2 * devices - 1 - device) * half), half)
+
+
+def _check(length: int, devices: int) -> None:
+    if length % (2 * devices):
+        raise ValueError(
+            f"a length of {length} does not divide into 2 * {devices} chunks, two for each device: pad it to "
+            f"{-(-length // (2 * devices)) * 2 * devices}"
+        )
+
+
+def to_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
+    """Tokens in the order in which `layout="zigzag"` of `ring_attention` has them.
+
+    Device r of n then has chunks r and 2n - 1 - r of 2n: with a causal mask all have the same work. Use it once on what
+    goes into a model (tokens, targets, positions, segment ids), and `from_zigzag` on what comes out.
+
+    Args:
+        x: any array with an axis of tokens.
+        devices: how many the tokens are split over; twice this divides their number.
+        axis: that of the tokens.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import from_zigzag, to_zigzag
+    >>> to_zigzag(jnp.arange(8), 2, axis=0).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    >>> from_zigzag(to_zigzag(jnp.arange(8), 2, axis=0), 2, axis=0).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    x = jnp.asarray(x)
+    length, axis = x.shape[axis], axis % x.ndim
+    _check(length, devices)
+    first, last = jnp.split(x, 2, axis)
+    chunks = (*x.shape[:axis], devices, length // (2 * devices), *x.shape[axis + 1 :])
+    pairs = [first.reshape(chunks), jnp.flip(last.reshape(chunks), axis)]
+    return jnp.stack(pairs, axis + 1).reshape(x.shape)
+
+
+def from_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
+    """Tokens of the zigzag layout in their own order: undoes `to_zigzag`."""
+    x = jnp.asarray(x)
+    length, axis = x.shape[axis], axis % x.ndim
+    _check(length, devices)
+    pairs = x.reshape(*x.shape[:axis], devices, 2, length // (2 * devices), *x.shape[axis + 1 :])
+    first, last = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(x.shape)
+
+
+class Hops(NamedTuple):
+    """How far keys travel: so many devices up, and so many down."""
+
+    up: int
+    down: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.up + self.down
+
+
+def hops_needed(layout: str, devices: int, T: int, S: int, band: Band, chunk: int | None) -> Hops:
+    """The hops after which every device has met all keys that it sees, of `T` queries and `S` keys in all.
+
+    Keys go up: after h hops device r has those of device r - h. A window needs few hops; where some go one way and
+    some the other, both ways are shorter than one around.
+    """
+    seen = _sees(layout, devices, T, S, band, chunk)
+    r = np.arange(devices)
+    needed = [h for h in range(1, devices) if seen[r, (r - h) % devices].any()]
+    around = Hops(max(needed, default=0))
+    # the widest stretch of hops that nobody needs is left out
+    gaps = [(b - a, a, b) for a, b in zip([0, *needed], [*needed, devices], strict=True)]
+    _, up, down = max(gaps)
+    both = Hops(up, devices - down)
+    return both if both.number < around.number else around
+
+
+def _sees(layout: str, devices: int, T: int, S: int, band: Band, chunk: int | None) -> np.ndarray:
+    """Whether a query of a device sees a key of another: bool (devices, devices)."""
+
+    def bounds(length: int, offset: int) -> np.ndarray:
+        """First and last position of the runs of each device: (devices, runs, 2)."""
+        parts = [part_of(layout, r, devices, length // devices) for r in range(devices)]
+        return np.array([[(start, start + part.length - 1) for start in part.starts] for part in parts]) + offset
+
+    q, k = bounds(T, S - T)[:, None, :, None], bounds(S, 0)[None, :, None, :]
+    seen = np.ones(np.broadcast_shapes(q.shape, k.shape)[:-1], bool)
+    if band.lo is not None:
+        seen &= k[..., 1] - q[..., 0] >= band.lo
+    if band.hi is not None:
+        seen &= k[..., 0] - q[..., 1] <= band.hi
+    if chunk is not None:
+        seen &= (q[..., 0] // chunk <= k[..., 1] // chunk) & (k[..., 0] // chunk <= q[..., 1] // chunk)
+    return np.asarray(seen.any((2, 3)))

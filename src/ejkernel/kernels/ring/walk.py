@@ -1,0 +1,350 @@
+"""Keys walk from device to device: each absorbs them into the running softmax of its own queries.
+
+The backward walks the same way. A key's gradient goes with it, one hop behind, and both are sent while a device
+computes; at the end the gradients go home. Nothing of another device is kept for the backward: residuals are a device's
+own arrays, its output and its log-sum-exp.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ejkernel.kernels.common.dropout import moved
+from ejkernel.kernels.common.tiles import MASKED, Online
+from ejkernel.kernels.paged.merge import finished_part, merge, with_sinks
+from ejkernel.kernels.ring.layout import Hops, Part, part_of
+from ejkernel.kernels.ring.spec import Spec
+from ejkernel.kernels.softmax import schedule
+from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
+from ejkernel.kernels.softmax.spec import ARRAYS, Band
+from ejkernel.ops import Call
+from ejkernel.ops.autodiff import backward, default_rules, forward
+from ejkernel.ops.operation import Arrays, Plan
+from ejkernel.ops.sharding import varying_like
+
+MOVING = ("key", "value", "kv_positions", "kv_segments")
+# fewer hops are written out; as many, or more, are a loop
+_WRITTEN_OUT = 3
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Everything static about a walk.
+
+    Attributes:
+        spec: the call's.
+        axes: of the mesh, that the tokens are split over, on so many `devices`.
+        hops: how far keys travel.
+        plan: of one device's call on the keys that it has.
+    """
+
+    spec: Spec
+    axes: tuple[str, ...]
+    devices: int
+    hops: Hops
+    plan: Plan | None = None
+
+    def here(self) -> jax.Array:
+        return lax.axis_index(self.axes)
+
+    def sent(self, x: Any, distance: int) -> Any:
+        """Everything that the device so far below this one has."""
+        pairs = [(i, (i + distance) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
+
+    def part(self, device: Any, length: int) -> Part:
+        return part_of(self.spec.layout, device, self.devices, length)
+
+
+class Piece(NamedTuple):
+    """What meets on a hop, or some of it: queries from `query` on, and keys from `key` on, of those that are here."""
+
+    arrays: Arrays
+    query: Any
+    key: Any
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.arrays["query"].shape[1], self.arrays["key"].shape[1]
+
+
+def indices_decide(spec: Spec) -> bool:
+    """Whether it matters which token is which."""
+    return spec.band != Band() or spec.chunk is not None
+
+
+class Hop:
+    """The keys of device `source` are here.
+
+    Dropout counts tokens by their index in the sequence, which a seed can only shift: it is done run by run.
+    """
+
+    def __init__(self, ring: Ring, arrays: Arrays, moving: Arrays, source: Any) -> None:
+        t, s = arrays["query"].shape[1], moving["key"].shape[1]
+        self.mine, self.theirs = ring.part(ring.here(), t), ring.part(source, s)
+        self.dropout = ring.spec.dropout > 0
+        met = {name: x for name, x in arrays.items() if name != "sinks"} | moving
+        for name in ("bias", "mask"):
+            if name in met and met[name].shape[3] > 1:
+                met[name] = lax.dynamic_slice_in_dim(met[name], source * s, s, 3)
+        if indices_decide(ring.spec) and "q_positions" not in met:
+            met["q_positions"] = (self.mine.index + (s - t) * ring.devices)[None]
+            met["kv_positions"] = self.theirs.index[None]
+        self.arrays = met
+
+    def piece(self, number: Any) -> Piece:
+        """Everything; with dropout, one run of queries and one of keys."""
+        if not self.dropout:
+            return Piece(self.arrays, 0, 0)
+        i, j = number // len(self.theirs.starts), number % len(self.theirs.starts)
+        query, key = i * self.mine.length, j * self.theirs.length
+        at = (_taken(self.mine, i), _taken(self.theirs, j))
+        seeds = {"dropout_seeds": moved(self.arrays["dropout_seeds"], *at)}
+        return Piece(self._cut(query, key) | seeds, query, key)
+
+    def fold(self, step: Callable[[Any, Piece], Any], state: Any) -> Any:
+        """`step` over all pieces."""
+        count = len(self.mine.starts) * len(self.theirs.starts) if self.dropout else 1
+        if count == 1:
+            return step(state, self.piece(0))
+        return lax.fori_loop(0, count, lambda number, state: step(state, self.piece(number)), state)
+
+    def _cut(self, query: Any, key: Any) -> Arrays:
+        where = {"T": (query, self.mine.length), "S": (key, self.theirs.length)}
+
+        def one(name: str, x: jax.Array) -> jax.Array:
+            for axis, letter in enumerate(ARRAYS[name].axes):
+                if letter in where and x.shape[axis] > 1:
+                    x = lax.dynamic_slice_in_dim(x, *where[letter], axis=axis)
+            return x
+
+        return {name: one(name, x) for name, x in self.arrays.items()}
+
+
+def _taken(part: Part, run: Any) -> jax.Array:
+    return jnp.stack([jnp.asarray(start, jnp.int32) for start in part.starts])[run]
+
+
+def _some_visible(ring: Ring, arrays: Arrays) -> Any:
+    """Whether any query may see any key: a hop on which none does costs nothing."""
+    call = Call(ring.spec.softmax, arrays)
+    (_, t), (_, s) = arrays["query"].shape[:2], arrays["key"].shape[:2]
+    found = schedule.plan(call, t, s, "q")
+    if isinstance(found, schedule.Ranges):
+        return (jnp.asarray(found.bounds)[..., 3] > jnp.asarray(found.bounds)[..., 0]).any()
+    return (found.number[..., 1] > 0).any()
+
+
+def _if_visible(ring: Ring, arrays: Arrays, run: Any) -> Any:
+    """run(), or zeros (and -inf for lse) where nothing is visible."""
+    if "q_positions" not in arrays and "q_segments" not in arrays:
+        return run(arrays)
+    shapes = jax.eval_shape(run, arrays)
+    nothing = {n: jnp.full(x.shape, -jnp.inf if n == "lse" else 0, x.dtype) for n, x in shapes.items()}
+    return lax.cond(_some_visible(ring, arrays), run, lambda arrays: varying_like(nothing, arrays), arrays)
+
+
+class Way(NamedTuple):
+    """Hops `first` to `last`, up or down; on hop 0 keys are at home."""
+
+    step: int
+    first: int
+    last: int
+
+    def walk(self, hop: Any, carry: Any) -> Any:
+        """hop(carry, h) over all hops. Few are written out, and then the last need send nothing on."""
+        if self.last - self.first >= _WRITTEN_OUT:
+            return lax.scan(hop, carry, jnp.arange(self.first, self.last + 1, dtype=jnp.int32))[0]
+        for h in range(self.first, self.last + 1):
+            carry, _ = hop(carry, h, last=h == self.last)
+        return carry
+
+
+def _ways(ring: Ring) -> Iterator[Way]:
+    yield Way(1, 0, ring.hops.up)
+    if ring.hops.down:
+        yield Way(-1, 1, ring.hops.down)
+
+
+# Forward ----------------------------------------------------------------------------------------------------
+
+
+def _absorb(ring: Ring, arrays: Arrays, state: Online, moving: Arrays, source: Any) -> Online:
+    """The running softmax (B, t, H) after the keys that are here."""
+
+    def run(arrays: Arrays) -> Arrays:
+        outputs = forward(ring.plan, arrays)[0]
+        return {"out": outputs["out"], "lse": outputs["lse"]}
+
+    def step(state: Online, piece: Piece) -> Online:
+        found = _if_visible(ring, piece.arrays, run)
+        part = finished_part(found["out"], found["lse"].swapaxes(1, 2))
+        rows = jax.tree.map(lambda x: _rows(x, piece), state)
+        both = merge(jax.tree.map(lambda *x: jnp.stack(x), rows, part))
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, piece.query, 1), state, both)
+
+    return Hop(ring, arrays, moving, source).fold(step, state)
+
+
+def _rows(x: jax.Array, piece: Piece, axis: int = 1) -> jax.Array:
+    """Of an array with the queries here along an axis, those of a piece."""
+    return lax.dynamic_slice_in_dim(x, piece.query, piece.lengths[0], axis)
+
+
+def _add(x: jax.Array, more: jax.Array, *at: Any) -> jax.Array:
+    """x with more at a place; what is not said of it is 0."""
+    at = (*at, *(0 for _ in x.shape[len(at) :]))
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, more.shape) + more, at)
+
+
+def _forward_way(ring: Ring, arrays: Arrays, state: Online, way: Way) -> Online:
+    moving = _moving(arrays) if way.first == 0 else ring.sent(_moving(arrays), way.step)
+
+    def hop(carry: tuple[Arrays, Online], h: Any, last: bool = False) -> tuple[tuple[Arrays, Online], None]:
+        moving, state = carry
+        sent = moving if last else ring.sent(moving, way.step)  # while this device computes
+        return (sent, _absorb(ring, arrays, state, moving, _source(ring, way.step, h))), None
+
+    carry = varying_like((moving, state), (arrays, ring.here()))
+    return way.walk(hop, carry)[1]
+
+
+def _moving(arrays: Arrays) -> Arrays:
+    return {name: arrays[name] for name in MOVING if name in arrays}
+
+
+def _source(ring: Ring, step: int, h: Any) -> jax.Array:
+    """Whose keys are here after h hops."""
+    return lax.rem(ring.here() - step * h + ring.devices, jnp.int32(ring.devices))
+
+
+def _walked(ring: Ring, arrays: Arrays) -> Arrays:
+    """Output and log-sum-exp of the queries here."""
+    B, t, H, _ = arrays["query"].shape
+    Dv = arrays["value"].shape[3]
+    state = Online(jnp.full((B, t, H), MASKED), jnp.zeros((B, t, H)), jnp.zeros((B, t, H, Dv)))
+    for way in _ways(ring):
+        state = _forward_way(ring, arrays, state, way)
+    if "sinks" in arrays:
+        state = with_sinks(state, arrays["sinks"][:, None])
+    some = state.total != 0.0  # a nan total is not nothing: it must show
+    total = jnp.where(some, state.total, 1.0)
+    lse = jnp.where(some, state.top + jnp.log(total), -jnp.inf).swapaxes(1, 2)
+    return {"out": (state.out / total[..., None]).astype(arrays["query"].dtype), "lse": lse}
+
+
+# Backward ---------------------------------------------------------------------------------------------------
+
+
+class _Back(NamedTuple):
+    """What a backward reads on every hop."""
+
+    residuals: Arrays
+    cotangents: Arrays
+
+
+def _sums(arrays: Arrays, names: tuple[str, ...]) -> Arrays:
+    return {name: jnp.zeros(arrays[name].shape, jnp.float32) for name in names if name in arrays}
+
+
+def _gradients(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, moving: Arrays, source: Any):
+    """The gradients of what stays, grown by this hop, and those of the keys and values that are here."""
+    assert ring.plan is not None
+    gradient = ring.plan.gradient or ring.plan
+
+    def step(state: tuple[Arrays, Arrays], piece: Piece) -> tuple[Arrays, Arrays]:
+        def run(arrays: Arrays) -> Arrays:
+            of_rows = ({"out": _rows(x["out"], piece), "lse": _rows(x["lse"], piece, 2)} for x in back)
+            residuals, cotangents = of_rows
+            if not ring.spec.with_lse:
+                cotangents = {"out": cotangents["out"]}
+            return backward(gradient, arrays, residuals, cotangents)
+
+        found = _if_visible(ring, piece.arrays, run)
+        found = {name: x.astype(jnp.float32) for name, x in found.items()}
+        staying, travelling = state
+        travelling = {n: _add(x, found[n], 0, piece.key) for n, x in travelling.items()}
+        staying = staying | {"query": _add(staying["query"], found["query"], 0, piece.query)}
+        if "bias" in staying:
+            row = piece.query if staying["bias"].shape[2] > 1 else 0
+            column = source * moving["key"].shape[1] + piece.key if staying["bias"].shape[3] > 1 else 0
+            staying = staying | {"bias": _add(staying["bias"], found["bias"], 0, 0, row, column)}
+        return staying, travelling
+
+    travelling = varying_like(_sums(moving, ("key", "value")), (arrays, ring.here()))
+    return Hop(ring, arrays, moving, source).fold(step, (staying, travelling))
+
+
+def _backward_way(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, way: Way):
+    """The gradients of what stays, and of the keys and values here from all who met them on this way."""
+    moving = _moving(arrays) if way.first == 0 else ring.sent(_moving(arrays), way.step)
+
+    def hop(carry: tuple[Arrays, Arrays, Arrays], h: Any, last: bool = False):
+        moving, travelling, staying = carry
+        # both are sent while this device computes: gradients come one hop behind their keys
+        sent = moving if last else ring.sent(moving, way.step)
+        nothing_yet = isinstance(h, int) and h == way.first
+        arrived = travelling if nothing_yet else ring.sent(travelling, way.step)
+        staying, found = _gradients(ring, arrays, back, staying, moving, _source(ring, way.step, h))
+        return (sent, {n: arrived[n] + x for n, x in found.items()}, staying), None
+
+    start = (moving, _sums(arrays, ("key", "value")), staying)
+    _, travelling, staying = way.walk(hop, varying_like(start, (arrays, ring.here())))
+    return staying, ring.sent(travelling, -way.step * way.last)
+
+
+def _walked_back(ring: Ring, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> tuple[Any]:
+    plan = ring.plan
+    assert plan is not None
+    if plan.no_gradient is not None:
+        raise NotImplementedError(f"ring_attention cannot be differentiated: {plan.no_gradient}")
+    back = _Back(residuals, cotangents)
+    staying, gradients = _sums(arrays, ("query", "bias")), {}
+    for way in _ways(ring):
+        staying, more = _backward_way(ring, arrays, back, staying, way)
+        gradients = {name: gradients[name] + x if name in gradients else x for name, x in more.items()}
+    gradients = gradients | staying
+    if "sinks" in arrays:
+        gradients |= sink_gradient(Call(ring.spec, arrays), *row_terms(residuals, cotangents))
+    return ({n: gradients[n].astype(x.dtype) if n in gradients else None for n, x in arrays.items()},)
+
+
+# Both -------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: Ring, arrays: Arrays) -> Arrays:
+    with default_rules():
+        return _named(_walked(ring, arrays))
+
+
+def _named(arrays: Arrays) -> Arrays:
+    """Under the names that every operation's outputs have for a policy of jax.checkpoint."""
+    return {name: checkpoint_name(x, f"ejkernel_{name}") for name, x in arrays.items()}
+
+
+def _attend_fwd(ring: Ring, arrays: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+    with default_rules():
+        outputs = _named(_walked(ring, arrays))
+    return outputs, (arrays, outputs)
+
+
+def _attend_bwd(ring: Ring, saved: tuple[Arrays, Arrays], cotangents: Arrays) -> tuple[Any]:
+    with default_rules():
+        return _walked_back(ring, *saved, cotangents)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+# outside jit, a shard_map would do one primitive after the other
+@partial(jax.jit, static_argnums=0)
+def walk(ring: Ring, arrays: Arrays) -> Arrays:
+    """Attention of the queries here to the keys of all devices along the ring's axes."""
+    return _attend(ring, varying_like(arrays, (arrays, ring.here())))
