@@ -1,4 +1,4 @@
-"""Documents to learn from, packed into rows: the data of `train_flax.py` and `train_equinox.py`.
+"""Documents to learn from, packed into rows: the data of `train_flax.py`, `train_equinox.py` and `train_torch.py`.
 
 A document counts up in steps of its own, modulo the vocabulary. Which steps, only its earlier tokens tell: a model that
 looks at other documents, or at none, cannot know.
@@ -27,14 +27,14 @@ class Batch(NamedTuple):
         return np.where(same & (self.documents >= 0), following, -1)
 
 
-def packed(seed: int, rows: int, length: int) -> Batch:
-    """Rows filled with documents of 8 to 24 tokens; what is left at the end is padding."""
+def packed(seed: int, rows: int, length: int, sizes: tuple[int, int] = (8, 24)) -> Batch:
+    """Rows filled with documents of some sizes, from the least to the most; what is left at the end is padding."""
     random = np.random.default_rng(seed)
     tokens, documents = np.zeros((rows, length), np.int32), np.full((rows, length), -1, np.int32)
     for row in range(rows):
         at = number = 0
-        while length - at >= 8:
-            size = min(int(random.integers(8, 25)), length - at)
+        while length - at >= sizes[0]:
+            size = min(int(random.integers(sizes[0], sizes[1] + 1)), length - at)
             first, step = random.integers(VOCAB), random.choice(STEPS)
             tokens[row, at : at + size] = (first + step * np.arange(size)) % VOCAB
             documents[row, at : at + size] = number
