@@ -17,6 +17,7 @@ from ejkernel.operators import (
     FlashAttn,
     PagedAttn,
     PartitionAxis,
+    RingAttn,
     ScaledDotProductAttn,
     SplashAttn,
     VanillaAttn,
@@ -214,6 +215,43 @@ def test_calls_are_split_as_the_settings_say():
         found = out(kind(settings), q, k, v, causal=True)
         np.testing.assert_allclose(found, right, atol=1e-5)
         assert found.sharding.spec == P("dp", None, "tp", None)
+
+
+@pytest.mark.parametrize("extra", [{}, {"mask": "mask"}, {"bias": "bias"}, {"dropout": 0.3}])
+def test_a_ring_gives_the_answers_of_one_device(extra):
+    q, k, v = (normal(name, (2, 16, heads, D)) for name, heads in (("q", H), ("k", HKV), ("v", HKV)))
+    given = {"causal": True, "deterministic": True}
+    given |= {"mask": np.array(normal("mask", (2, 1, 16, 16)) > -0.5)} if "mask" in extra else {}
+    given |= {"bias": normal("bias", (H, 16, 16))} if "bias" in extra else {}
+    given |= {"deterministic": False, "dropout_rng": jax.random.key(2)} if "dropout" in extra else {}
+    settings = {"dropout_prob": extra.get("dropout", 0.0), "softmax_scale": 0.3}
+    right = out(FlashAttn(AttentionMetadata(**settings)), q, k, v, **given)
+    for devices in (mesh(2, 4, names=("dp", "sp")), None):
+        found = out(RingAttn(AttentionMetadata(mesh=devices, **settings)), q, k, v, **given)
+        np.testing.assert_allclose(found, right, atol=1e-5)
+        assert devices is None or "sp" in found.sharding.spec
+
+
+def test_a_ring_goes_round_where_tokens_are_split():
+    q = normal("q", (2, 16, H, D))
+    attend = RingAttn(AttentionMetadata(sequence_axis_name="ring"))
+    right = out(FlashAttn(AttentionMetadata()), q, q, q, causal=True)
+    with jax.set_mesh(mesh(8, names=("ring",))):
+        around = jax.jit(lambda q: out(attend, q, q, q))(q)
+        assert around.sharding.spec == P(None, "ring")
+    inside = jax.shard_map(
+        lambda q: out(attend, q, q, q),
+        mesh=mesh(8, names=("ring",)),
+        in_specs=P(None, "ring"),
+        out_specs=P(None, "ring"),
+    )(q)
+    for found in (around, inside):
+        np.testing.assert_allclose(found, right, atol=1e-5)
+    # one token, or lengths that do not divide: nothing goes round
+    split = RingAttn(AttentionMetadata(mesh=mesh(8, names=("sp",))))
+    for T in (1, 10):
+        found = out(split, q[:, :T], q, q)
+        np.testing.assert_allclose(found, out(FlashAttn(AttentionMetadata()), q[:, :T], q, q, causal=True), atol=1e-5)
 
 
 def test_caches_are_split_as_the_settings_say():

@@ -17,6 +17,10 @@ CLASSES = {
     "AutoRegressiveDecodeAttn": (["autoregressive_decodeattn"], {"cache_view": None}),
     "FlashAttn": (["flash_attn2"], {"mask": None, "bias": None, "init_bias": None, "causal": False}),
     "PagedAttn": (["paged_attention"], {"cache_view": None, "cache_metadata": None}),
+    "RingAttn": (
+        ["ring"],
+        {"mask": None, "bias": None, "init_bias": None, "deterministic": False, "dropout_rng": None, "causal": True},
+    ),
     "ScaledDotProductAttn": (
         ["sdpa", "cudnn", "cuda_flash_attn2"],
         {"mask": None, "bias": None, "init_bias": None, "causal": False},
@@ -55,7 +59,7 @@ def test_every_class_is_registered_once():
     assert found == sorted(found) and set(found) >= {name for names, _ in CLASSES.values() for name in names}
 
 
-@pytest.mark.parametrize("name", ["FlashAttn", "ScaledDotProductAttn", "SplashAttn", "VanillaAttn"])
+@pytest.mark.parametrize("name", ["FlashAttn", "RingAttn", "ScaledDotProductAttn", "SplashAttn", "VanillaAttn"])
 def test_one_line_calls_all_of_them(name):
     q, k, v = normal("q", (2, 6, 4, 8)), normal("k", (2, 6, 2, 8)), normal("v", (2, 6, 2, 8))
     everything = dict.fromkeys(KEYWORDS) | {"causal": True, "deterministic": True}
@@ -66,7 +70,7 @@ def test_one_line_calls_all_of_them(name):
     assert (found.attention_weights is not None) == (name == "VanillaAttn")
 
 
-@pytest.mark.parametrize("name", ["FlashAttn", "ScaledDotProductAttn", "SplashAttn", "VanillaAttn"])
+@pytest.mark.parametrize("name", ["FlashAttn", "RingAttn", "ScaledDotProductAttn", "SplashAttn", "VanillaAttn"])
 @pytest.mark.parametrize("which", ["native", "cpu"])
 def test_what_the_seed_had_not_implemented_works(name, which):
     q = normal("q", (1, 5, 2, 8))

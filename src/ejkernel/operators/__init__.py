@@ -4,6 +4,7 @@ from ejkernel.operators.cached import AutoRegressiveDecodeAttn, PagedAttn
 from ejkernel.operators.impl import AttentionImpl, AttentionOutput
 from ejkernel.operators.metadata import AttentionMetadata, PartitionAxis
 from ejkernel.operators.registry import AttentionRegistry
+from ejkernel.operators.ring import RingAttn
 from ejkernel.operators.softmax import FlashAttn, ScaledDotProductAttn, SplashAttn, VanillaAttn
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "FlashAttn",
     "PagedAttn",
     "PartitionAxis",
+    "RingAttn",
     "ScaledDotProductAttn",
     "SplashAttn",
     "VanillaAttn",
