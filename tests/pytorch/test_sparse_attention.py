@@ -169,3 +169,24 @@ def test_outputs_and_gradients(case, implementation):
     lse = torch.randn((case.B, case.H, case.T), generator=random)
     with IMPLEMENTATIONS[implementation]():
         check(case.attend, lambda q, k, v: dense(q, k, v, seen, case.scale), tensors, (out, lse))
+
+
+def test_work_on_a_cpu_is_that_of_the_visited_tiles(monkeypatch):
+    """Every product is one of tiles that hold a pair that is seen: two in the forward, five in the backward."""
+    products = []
+    bmm = torch.bmm
+
+    def counted(a, b):
+        products.append(len(a))
+        return bmm(a, b)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    q, k, v = (torch.randn(1, 512, 2, 16, requires_grad=True) for _ in range(3))
+    for diagonals, tiles in ((16, 136), (1, 16)):  # blocks of 32, a row sees so many of the last
+        cells = np.tri(16, dtype=bool) & ~np.tri(16, k=-diagonals, dtype=bool)
+        out = SparseAttention(32, cells)(q, k, v)
+        assert sum(products) == 2 * 2 * tiles  # logits and values of two heads
+        products.clear()
+        out.sum().backward()
+        assert sum(products) == 5 * 2 * tiles
+        products.clear()

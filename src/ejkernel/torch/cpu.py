@@ -89,11 +89,12 @@ def _tiles(call: Any, options: Options, tile: tuple[int, int]) -> Tiles:
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """(B, length, heads, dim) to (B, heads, blocks, block, dim), the last block filled with zeros."""
+    """(B, length, heads, dim) to float32 (B, heads, blocks, block, dim), the last block filled with zeros."""
     B, L, H, D = x.shape
+    x = x.detach().float()
     if L % block:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -L % block))
-    return x.reshape(B, -1, block, H, D).permute(0, 3, 1, 2, 4)
+    return x.reshape(B, -1, block, H, D).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def _per_block(x: Tensor, block: int, fill: int) -> Tensor:
@@ -102,7 +103,18 @@ def _per_block(x: Tensor, block: int, fill: int) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(x), x, 0.0)
+    fine = torch.isfinite(x)
+    return x if fine.all() else torch.where(fine, x, 0.0)
+
+
+def _marked(x: Tensor, bad: Tensor) -> Tensor:
+    """Rows (..., L, D) that are nan where `bad` (..., L)."""
+    return torch.where(bad[..., None], torch.nan, x) if bad.any() else x
+
+
+def _bad(x: Tensor) -> Tensor:
+    """(..., L): the rows in which something is not finite."""
+    return ~torch.isfinite(x).all(-1)
 
 
 class _Batch(NamedTuple):
@@ -131,9 +143,10 @@ class _Problem:
         self.rows = -(-self.dims.T // self.tile[0])
         self.columns = -(-self.dims.S // self.tile[1])
         self.tiles = _tiles(call, self.options, self.tile)
-        self.query = _in_blocks(call["query"].detach(), self.tile[0])
-        self.key = _in_blocks(call["key"].detach(), self.tile[1])
-        self.value = _in_blocks(call["value"].detach(), self.tile[1])
+        # the scale is in the queries; a bad value marks its key
+        self.query = _in_blocks(call["query"], self.tile[0]) * self.spec.scale
+        key, value = _in_blocks(call["key"], self.tile[1]), _in_blocks(call["value"], self.tile[1])
+        self.key, self.value = _marked(key, _bad(value)), _finite(value)
         if self.options.pattern:
             self.cells = torch.from_numpy(np.array(Pattern.known(self.options.pattern).for_heads(self.dims.H)))
         self._place()
@@ -167,9 +180,9 @@ class _Problem:
 
     def logits(self, batch: _Batch, query: Tensor, key: Tensor) -> Tensor:
         """(n, block_q, block_k) after the soft cap, -inf where hidden; `query` (n, ...) and `key` (n, ...)."""
-        x = self.spec.scale * torch.bmm(query, key.transpose(1, 2))
+        x = torch.bmm(query, key.transpose(1, 2))
         if self.spec.soft_cap is not None:
-            x = self.spec.soft_cap * torch.tanh(x / self.spec.soft_cap)
+            x = x.div_(self.spec.soft_cap).tanh_().mul_(self.spec.soft_cap)
         if len(batch.masked):
             x[batch.masked] = torch.where(self._seen(batch), x[batch.masked], -torch.inf)
         return x
@@ -196,16 +209,6 @@ class _Problem:
         return visible(queries, keys, self.spec.band, pairs=pairs, also=rules)
 
 
-def _marked(x: Tensor, bad: Tensor) -> Tensor:
-    """Rows (..., L, D) that are nan where `bad` (..., L)."""
-    return torch.where(bad[..., None], torch.nan, x)
-
-
-def _bad(x: Tensor) -> Tensor:
-    """(..., L): the rows in which something is not finite."""
-    return ~torch.isfinite(x).all(-1)
-
-
 # Both passes ------------------------------------------------------------------------------------------------
 
 
@@ -222,17 +225,17 @@ def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     if "sinks" in call:
         lse[...] = call["sinks"].detach().float()[..., None, None]
     for batch in problem.batches():
-        value = problem.value[batch.b, batch.kv, batch.j].float()  # (n, BK, Dv)
-        key = _marked(problem.key[batch.b, batch.kv, batch.j].float(), _bad(value))
+        key = problem.key[batch.b, batch.kv, batch.j]  # (n, BK, D)
+        x = problem.logits(batch, problem.query[batch.b, batch.h, batch.i], key)
         at = batch.b[batch.first], batch.h[batch.first], batch.i[batch.first]
-        x = problem.logits(batch, problem.query[at].float()[batch.row], key)
         start = lse[at]  # (rows, BQ): that of the sinks
         every = batch.row[:, None].expand(-1, BQ)
         top = start.scatter_reduce(0, every, x.amax(-1), "amax")
         base = torch.where(torch.isneginf(top), 0.0, top)
-        p = torch.exp(x - base[batch.row][:, :, None])
-        total = torch.exp(start - base).index_add(0, batch.row, p.sum(-1))
-        out = torch.zeros((len(base), BQ, dims.Dv)).index_add(0, batch.row, torch.bmm(p, _finite(value)))
+        p = x.sub_(base[batch.row][:, :, None]).exp_()
+        total = torch.exp(start - base).index_add_(0, batch.row, p.sum(-1))
+        product = torch.bmm(p, problem.value[batch.b, batch.kv, batch.j])
+        out = torch.zeros((len(base), BQ, dims.Dv)).index_add_(0, batch.row, product)
         some = total != 0
         total = torch.where(some, total, 1.0)
         sums[at] = out / total[..., None]
@@ -259,33 +262,36 @@ def _backward(
     lse = torch.where(torch.isneginf(lse), torch.inf, lse)
     douts = _in_blocks(dout, BQ)
     rows_lse, rows_delta = (_in_blocks(x.transpose(1, 2)[..., None], BQ)[..., 0] for x in (lse, delta))
+    # a row whose terms are not finite is nan wherever it is seen, and nowhere else
+    marked = _marked(problem.query, _bad(douts) | ~torch.isfinite(rows_delta) | torch.isnan(rows_lse))
+    query, key, douts, rows_delta = (_finite(x) for x in (problem.query, problem.key, douts, rows_delta))
+    rows_lse = torch.nan_to_num(rows_lse, nan=0.0, posinf=torch.inf)
     dq = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.D))
     dk = torch.zeros((dims.B * dims.Hkv * problem.columns, BK, dims.D))
     dv = torch.zeros((dims.B * dims.Hkv * problem.columns, BK, dims.Dv))
     for batch in problem.batches():
         at = batch.b[batch.first], batch.h[batch.first], batch.i[batch.first]
-        value = problem.value[batch.b, batch.kv, batch.j].float()
-        key = problem.key[batch.b, batch.kv, batch.j].float()
-        query, do = problem.query[at].float(), douts[at].float()
-        row_lse, row_delta = rows_lse[at], rows_delta[at]  # (rows, BQ)
-        # a row whose terms are not finite is nan wherever it is seen, and nowhere else
-        marked = _marked(query, _bad(do) | ~torch.isfinite(row_delta) | torch.isnan(row_lse))
-        x = problem.logits(batch, marked[batch.row], _marked(key, _bad(value)))
-        p = torch.exp(x - torch.nan_to_num(row_lse, nan=0.0, posinf=torch.inf)[batch.row][:, :, None])
-        dp = torch.bmm(_finite(do)[batch.row], _finite(value).transpose(1, 2))
-        ds = p * (dp - _finite(row_delta)[batch.row][:, :, None])
-        if problem.spec.soft_cap is not None:
-            ds = ds * (1.0 - (x / problem.spec.soft_cap) ** 2)
-        ds = torch.where(p == 0, 0.0, ds)  # dp of a hidden value may be inf, and so may the slope of the cap
-        dq[at] = torch.zeros_like(query).index_add(0, batch.row, torch.bmm(ds, _finite(key)))
+        tile_q, tile_k = (batch.b, batch.h, batch.i), (batch.b, batch.kv, batch.j)
+        do = douts[tile_q]
+        x = problem.logits(batch, marked[tile_q], problem.key[tile_k])
+        slope = 1.0 if problem.spec.soft_cap is None else 1.0 - (x / problem.spec.soft_cap) ** 2
+        p = x.sub_(rows_lse[tile_q][:, :, None]).exp_()
+        ds = (
+            torch.bmm(do, problem.value[tile_k].transpose(1, 2))
+            .sub_(rows_delta[tile_q][:, :, None])
+            .mul_(p)
+            .mul_(slope)
+        )
+        if len(batch.masked):  # dp of a hidden value may be inf, and so may the slope of the cap
+            ds[batch.masked] = torch.where(p[batch.masked] == 0, 0.0, ds[batch.masked])
+        dq[at] = torch.zeros((len(at[0]), BQ, dims.D)).index_add_(0, batch.row, torch.bmm(ds, key[tile_k]))
         slot = (batch.b * dims.Hkv + batch.kv) * problem.columns + batch.j
-        dk.index_add_(0, slot, torch.bmm(ds.transpose(1, 2), _finite(query)[batch.row]))
-        dv.index_add_(0, slot, torch.bmm(p.transpose(1, 2), _finite(do)[batch.row]))
+        dk.index_add_(0, slot, torch.bmm(ds.transpose(1, 2), query[tile_q]))
+        dv.index_add_(0, slot, torch.bmm(p.transpose(1, 2), do))
     first = heads_first(*(call[name] for name in ("query", "key", "value")))
-    scale = problem.spec.scale
     gradients = (
-        _joined(dq * scale, call["query"], first),
-        _joined((dk * scale).reshape(dims.B, dims.Hkv, -1, BK, dims.D), call["key"], first),
+        _joined(dq * problem.spec.scale, call["query"], first),
+        _joined(dk.reshape(dims.B, dims.Hkv, -1, BK, dims.D), call["key"], first),
         _joined(dv.reshape(dims.B, dims.Hkv, -1, BK, dims.Dv), call["value"], first),
     )
     sinks = call.get("sinks")
