@@ -169,7 +169,7 @@ class SparseAttention(torch.nn.Module):
             room = S if left is None else S - left
             need = f"lie within the {S} keys, left padding included"
             check_values("seqlens", lengths, lambda x: (x < 0) | (x > room), need)
-            lengths = lengths.clamp(min=0).minimum(torch.as_tensor(room, dtype=torch.int32, device=lengths.device))
+            lengths = lengths.clamp(0, S) if left is None else lengths.clamp(min=0).minimum(S - left)
         return padded_lengths(query, key, left, lengths)
 
     def _packed(self, query: Tensor, key: Tensor, cu_q: Any, cu_k: Any) -> Lengths:
