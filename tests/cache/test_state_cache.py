@@ -73,6 +73,8 @@ ERRORS = {
     "floats": (lambda c: c.read(np.array([0.5])), TypeError, "slots must hold integers"),
     "states": (lambda c: c.write([0], jnp.ones((1, H, D, D))), ValueError, r"states must be \(1, 2, 4, 6\)"),
     "pairs": (lambda c: c.fork([0, 1], [2]), ValueError, r"sources \(2,\) and targets \(1,\) must both be"),
+    "twice": (lambda c: c.write([1, -1, 1], jnp.zeros((3, H, D, Dv))), ValueError, r"a slot twice \(row 2: 1\)"),
+    "fork-twice": (lambda c: c.fork([0, 1], [2, 2]), ValueError, r"targets must not hold a slot twice \(row 1: 2\)"),
     "create": (lambda c: c.create(0, 1, 1), ValueError, "slots=0 must be at least 1"),
 }  # fmt: skip
 

@@ -295,7 +295,7 @@ def test_roofline_of_a_family():
     for options, message in (
         ("--width 300", "width 300 must be a multiple of the head dims 64, 128, 256"),
         ("paged --width 192", "width 192 must be a multiple of the head dim, 128"),
-        ("abacus", "abacus has no roofline; there are softmax, paged"),
+        ("abacus", "abacus has no roofline; there are softmax, paged, linear"),
     ):
         result = run("roofline", *options.split())
         assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())

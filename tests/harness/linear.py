@@ -50,7 +50,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def arrays(self) -> Arrays:
-        """The floats of the public function by name; `g_gamma` is T times what it is given."""
+        """The floats of the public function by name."""
         B, T, H, D, Dv = self.B, self.T, self.H, self.D, self.Dv or self.D
         shapes: dict[str, tuple[int, ...]] = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, Dv)}
         shapes |= {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, Dv)}
@@ -63,18 +63,11 @@ class Case:
 
     def log_decays(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         logs = DECAYS[self.decay](np.abs(np.asarray(normal(name, shape))))
-        if name == "g_gamma":
-            return jnp.asarray(logs * self.T, jnp.float32)
-        return jnp.asarray(logs, self.gates_dtype or self.dtype)
+        return jnp.asarray(logs, "float32" if name == "g_gamma" else self.gates_dtype or self.dtype)
 
     def keywords(self, arrays: Arrays) -> dict[str, Any]:
-        """All arguments of the public function.
-
-        The gradient of a decay that all tokens share is a sum over them, and is judged by what it is for one.
-        """
+        """All arguments of the public function."""
         given = dict(arrays)
-        if "g_gamma" in given:
-            given["g_gamma"] = given["g_gamma"] / self.T
         if self.cu is not None:
             given["cu_seqlens"] = np.asarray(self.cu, np.int32)
         return given | {"return_state": self.final} | self.options

@@ -31,7 +31,7 @@ def gated(D, **options):
 def test_vmem_of_a_plain_call_by_hand():
     need = pallas_tpu.vmem_bytes(_struct_call(D=128, Dv=128).on(TARGETS["v5e"]), pallas_tpu.Config(128))
     square = 128 * 128
-    copied = 2 * (5 * 2 * square + 2 * 4 * square + 4 * 2 * square)  # tokens, states, matrices
+    copied = 2 * (4 * 2 * square + 4 * 2 * square)  # tokens, matrices
     assert need == copied + 4 * square + 4 * square * (8 + 4 + 3)
 
 

@@ -228,6 +228,24 @@ def test_no_tokens():
     np.testing.assert_array_equal(gradients["initial_state"], jnp.cos(given["initial_state"]))
 
 
+def test_packed_sequences_without_any_tokens():
+    given = {n: x if n in ("g_gamma", "initial_state") else x[:, :0] for n, x in floats(B=1, sequences=2).items()}
+    outputs, gradients = with_gradients(given, jnp.array([0, 0, 0]))
+    assert outputs["out"].shape == (1, 0, H, DV)
+    np.testing.assert_array_equal(outputs["state"], given["initial_state"])
+    np.testing.assert_array_equal(gradients["initial_state"], jnp.cos(given["initial_state"]))
+    assert not np.any(gradients["g_gamma"])
+
+
+def test_two_decays_of_channels_in_two_dtypes():
+    """`g` per channel adds to `gk`, in float32, under strict promotion too."""
+    q, k, v = (normal(name, (1, T, H, D)) for name in "qkv")
+    g, gk = log_decays("g", (1, T, H, D)).astype("bfloat16"), log_decays("gk", (1, T, H, D))
+    with jax.numpy_dtype_promotion("strict"):
+        both = recurrent_attention(q, k, v, g, gk=gk)
+    assert_close({"out": both}, {"out": recurrent_attention(q, k, v, gk=g.astype("float32") + gk)})
+
+
 def test_the_other_two():
     """Their gradients, mapped."""
     given = floats(N)

@@ -9,9 +9,9 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # no public word on races yet
 
 from ejkernel.kernels.common.pallas_tpu import CHIPS, MIB, chip_of
+from ejkernel.kernels.common.pallas_tpu_cost import costs
 from ejkernel.kernels.softmax import pallas_tpu, pallas_tpu_tiles
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.kernels.softmax.pallas_tpu_cost import costs
 from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST, MASKED, VISIT, flatten
 from ejkernel.kernels.softmax.pallas_tpu_tiles import rounded
 from ejkernel.kernels.softmax.schedule import plan
@@ -199,7 +199,7 @@ def test_rounding_to_float16_is_numpys():
 def test_cost_counts_visited_tiles_only():
     config = pallas_tpu.Config(512, 512)
     by_mask = {
-        name: {cost.kernel: cost for cost in costs(call_of(**options), config)}
+        name: {cost.kernel: cost for cost in costs(pallas_tpu.IMPLEMENTATION, call_of(**options), config)}
         for name, options in {"full": {}, "causal": {"causal": True}}.items()
     }
     full, causal = by_mask["full"]["softmax_forward"], by_mask["causal"]["softmax_forward"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.checks.arrays import ArrayInput, as_array, int_array
 from ejkernel.checks.options import static_int
@@ -75,7 +76,7 @@ class StateCacheView:
         >>> cache.state.ravel().tolist()
         [0.0, 0.0, 1.0]
         """
-        at = self._checked("slots", slots)
+        at = self._checked("slots", slots, once=True)
         wanted = (at.shape[0], *self.state.shape[1:])
         if jnp.shape(states) != wanted:
             raise ValueError(f"states must be {wanted}, one for each of the slots, got {jnp.shape(states)}")
@@ -90,7 +91,7 @@ class StateCacheView:
         >>> cache.fork([0, 0], [1, 2]).state.ravel().tolist()
         [1.0, 1.0, 1.0]
         """
-        source, target = self._checked("sources", sources), self._checked("targets", targets)
+        source, target = self._checked("sources", sources), self._checked("targets", targets, once=True)
         if source.shape != target.shape:
             raise ValueError(f"sources {source.shape} and targets {target.shape} must both be (N,)")
         return self._put(target, self.read(sources))
@@ -107,14 +108,18 @@ class StateCacheView:
     def _put(self, at: jax.Array, states: jax.Array) -> "StateCacheView":
         return StateCacheView(jnp.asarray(self.state).at[at].set(states, mode="drop"))
 
-    def _checked(self, name: str, slots: ArrayInput) -> jax.Array:
-        """(N,) int32, past the end where they were negative, which would count from the end."""
+    def _checked(self, name: str, slots: ArrayInput, once: bool = False) -> jax.Array:
+        """(N,) int32, past the end where they were negative, which would count from the end; `once`: each at most."""
         if not hasattr(self.state, "ndim") or self.state.ndim != 4:
             raise ValueError(f"state has shape {format_shape('slots H D Dv', jnp.shape(self.state))}")
         given = as_array(name, slots)
         if given.ndim != 1:
             raise ValueError(f"{name} must have shape (N,), got {given.shape}")
         check_rows(given, given >= self.slots, f"{name} must be below {self.slots}, or negative to be skipped")
+        if once:
+            earlier = np.tri(given.shape[0], k=-1, dtype=bool)
+            again = ((given[:, None] == given[None, :]) & earlier).any(1) & (given >= 0)
+            check_rows(given, again, f"{name} must not hold a slot twice")
         at = int_array(name, given)
         return jnp.where((at < 0) | (at >= self.slots), self.slots, at)
 

@@ -1,5 +1,6 @@
 """What every Pallas kernel for TPUs needs: the chips, a launch, and turns between rows and columns of a tile."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,14 @@ def chip_of(target: Target) -> Chip:
     if target.interpreted:
         return CHIPS["tpu_v5_lite"]
     return CHIPS.get(ALIASES.get(target.kind, target.kind), CHIPS["tpu_v4"])
+
+
+def tile_bytes(shape: Sequence[int | None], dtype: Any) -> int:
+    """Bytes of VMEM that a block or scratch takes: whole tiles, of 8 rows of 128 words of 32 bits."""
+    *lead, rows, columns = (1, *(n for n in shape if n is not None))
+    size = jnp.dtype(dtype).itemsize
+    packed = SUBLANES * 4 // size
+    return size * math.prod(lead) * -(-rows // packed) * packed * -(-columns // LANES) * LANES
 
 
 def launch(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.common.pieces import cut, last_before, most_pieces
 from ejkernel.kernels.linear.walks import Walk
 
 
@@ -85,6 +85,6 @@ def layout_of(w: Walk, chunk: int) -> Layout:
 
 def _places(T: int, chunk: int, cu: jax.Array, first_row: jax.Array) -> jax.Array:
     token = np.arange(T, dtype=np.int32)
-    sequence = jnp.searchsorted(cu, token, side="right").astype(jnp.int32) - 1
+    sequence = last_before(cu, token)
     place = first_row[sequence] * chunk + token - cu[sequence]
     return jnp.where((sequence >= 0) & (sequence < cu.size - 1), place, np.iinfo(np.int32).max)

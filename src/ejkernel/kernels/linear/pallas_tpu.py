@@ -1,35 +1,34 @@
 """Linear attention on TPUs, in Pallas: every walk is one kernel; here is how long its chunks are, and what they take.
 
-VMEM in bytes for chunks of L tokens, inputs of e bytes and W channels, the larger of both dimensions, rounded up:
+VMEM in bytes, for chunks of L tokens and W channels, the larger of both dimensions, rounded up:
 
-    blocks    2 * L * W * (5 * e + gates)         a, b, c, factor and out; 4 more for each gate of channels, and 8 with
-                                                  those of the channels of c, for the balance and the products
-    states    2 * 2 * 4 * W * W                   the first and the last
-    matrices  2 * 2 * L * L * number
-    scratch   4 * W * W
+    blocks    of every array, as the walk asks for them, whole tiles; twice, for the pipeline copies one meanwhile
+    scratch   as the walk asks for it
     values    4 * L * W * 8 + 4 * L * L * 4 + 4 * W * W * 3; half as much again for float32, whose
-                                                  products take several passes
+              products take several passes, and two more states for an aged walk
 
-A block that the pipeline copies is there twice. libtpu 0.0.42 allocates less, 6.4 of 7.4 MiB for every gate in float32
-with W 256.
+libtpu 0.0.42 allocates less, 6.4 of 7.4 MiB for every gate in float32 with W 256.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, chip_of, launch
 from ejkernel.kernels.common.pieces import most_pieces
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import walks, xla
-from ejkernel.kernels.linear.layout import layout_of
-from ejkernel.kernels.linear.pallas_tpu_tiles import Chunk
+from ejkernel.kernels.linear.layout import Layout, layout_of
 from ejkernel.kernels.linear.pallas_tpu_walk import Steps
-from ejkernel.kernels.linear.spec import dimensions
+from ejkernel.kernels.linear.spec import Spec, dimensions
 from ejkernel.kernels.linear.walks import Walk, Walked
 from ejkernel.ops import Call, Implementation, Target
+from ejkernel.ops.autodiff import default_rules
 from ejkernel.ops.operation import Arrays
 
 LEAST_CHUNK = 16  # rows of a tile of bfloat16
@@ -50,15 +49,36 @@ class Config:
 
 def vmem_bytes(call: Call, config: Config) -> int:
     """Bytes of VMEM that the largest walk of a call needs; the arithmetic is at the top of this file."""
-    dims, L = dimensions(call), config.chunk
-    W = max(_up(dims.D, LANES), _up(dims.Dv, LANES))
-    e = 2 if call["query"].dtype == jnp.bfloat16 else 4
-    by_channel = sum(name in call for name in ("gk", "gv"))
-    chunk = Chunk(L, late=True, descending=True, scale=1.0, by_channel=by_channel > 0, fine=False, parts={})
-    blocks = L * W * (5 * e + (4 * by_channel + 8 if by_channel else 0)) + 2 * 4 * W * W
-    blocks += 2 * L * max(L, LANES) * len(chunk.matrices)
-    values = 4 * L * W * 8 + 4 * L * max(L, LANES) * 4 + 4 * W * W * 3
-    return 2 * blocks + 4 * W * W + values * (3 if e == 4 else 2) // 2
+    shapes = tuple((name, x.shape, str(x.dtype)) for name, x in call.arrays.items())
+    return _largest_walk(call.spec, shapes, config.chunk)
+
+
+@lru_cache(maxsize=256)
+def _largest_walk(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
+    found = [0]
+
+    def measure(w: Walk) -> Walked:
+        layout = layout_of(w, chunk)
+        if _any(w, layout):
+            found.append(Steps(w, chunk, layout).vmem_bytes())
+        B, T, H, C = w.c.shape
+        state = jnp.zeros((B, layout.sequences, H, w.a.shape[3], C)) if w.with_state else None
+        products = jnp.zeros((B, T, H) if w.outer is None else w.c.shape) if w.factor is not None else None
+        return Walked(w.c if w.with_out else None, state, products)
+
+    def both(arrays: Any) -> None:
+        call = Call(spec, arrays)
+        outputs, residuals = walks.forward(call, measure)
+        walks.backward(call, residuals, outputs, measure)
+
+    with default_rules():
+        jax.eval_shape(both, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes})
+    return max(found)
+
+
+def _any(w: Walk, layout: Layout) -> bool:
+    """Whether there is anything to walk along: no kernel has a grid of nothing."""
+    return 0 not in w.a.shape[:3] and layout.sequences > 0
 
 
 def smem_bytes(call: Call, config: Config) -> int:
@@ -101,10 +121,6 @@ def search_space(call: Call) -> list[Config]:
     return [config for config in found if not unsupported_config(call, config)]
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 # A walk ------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +140,7 @@ IMPLEMENTATION = Implementation(
 def walk(config: Config, target: Target, w: Walk) -> Walked:
     """Take a walk, so many tokens at a time."""
     layout = layout_of(w, config.chunk)
-    if 0 in w.a.shape[:3] or layout.sequences == 0:  # no kernel has a grid of nothing
+    if not _any(w, layout):
         return xla.walk(xla.Config(), w)
     steps = Steps(w, config.chunk, layout)
     arrays, outputs = steps.operands(), steps.outputs()
@@ -135,7 +151,7 @@ def walk(config: Config, target: Target, w: Walk) -> Walked:
         scalars=list(steps.scalars.values()),
         arrays=arrays,
         outputs=outputs,
-        scratch=steps.scratch(),
+        scratch={name: pltpu.VMEM(shape, jnp.float32) for name, shape in steps.scratch().items()},
         cost=steps.cost(arrays, outputs),
         parallel=2,
     )

@@ -7,7 +7,7 @@ lie as many as their distance.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ def parts_of(dtype: Any) -> int:
 
 
 class Heads(NamedTuple):
-    """Sums of the log decays of whole heads."""
+    """Sums of the log decays of whole heads, or how many there are."""
 
     between: jax.Array  # (L, L)
     to_start: jax.Array  # (L, 1)
@@ -120,13 +120,18 @@ class Tile:
         return Heads(between, *(x.sum(1, keepdims=True) for x in (to_start, to_end, g)))
 
     def _of_all(self) -> Heads:
+        return Heads(*(n * self.gamma for n in self._counts))
+
+    @cached_property
+    def _counts(self) -> Heads:
+        """How many tokens' decays there are; of padding none, but between two of it."""
         L, own = self.chunk.size, 0 if self.chunk.late else 1
         row, column = (lax.broadcasted_iota(jnp.int32, (L, L), axis) for axis in (0, 1))
         token = lax.broadcasted_iota(jnp.int32, (L, 1), 0)
         done = self.tokens - 1 - token if self.chunk.descending else token
         everything = jnp.full((1, 1), self.tokens, jnp.int32)
         counts = (jnp.abs(row - column), done + own, self.tokens - done - own, everything)
-        return Heads(*(jnp.maximum(n, 0).astype(jnp.float32) * self.gamma for n in counts))
+        return Heads(*(jnp.maximum(n, 0).astype(jnp.float32) for n in counts))
 
     # What is multiplied ------------------------------------------------------------------------------------------
 
@@ -147,15 +152,30 @@ class Tile:
 
     # A chunk -----------------------------------------------------------------------------------------------------
 
-    def out(self, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the tokens get from those before them, and from themselves: (L, C) each."""
+    def out(self, state: jax.Array, aged: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """What the tokens get from those before them, and from themselves: (L, C) each.
+
+        With the state of an aged walk, that walk's: what a token gives itself has not been decayed.
+        """
         a, b, c = (self.arrays[name] for name in "abc")
-        before = self.dot(self._decayed(a, "to_start", "inner"), self.operand(state), (1, 0))
+        looking, scores = self._decayed(a, "to_start", "inner"), self._scores()
+        before = self.dot(looking, self.operand(state), (1, 0))
+        if aged is not None:
+            before = before * self._counts.to_start + self.dot(looking, self.operand(aged), (1, 0))
+            scores = scores * self._counts.between
         if (total := self._total("to_start", "outer", heads=True)) is not None:
             before = before * jnp.exp(total)
-        others = before + self._inside(self._scores())
+        others = before + self._inside(scores)
+        if aged is not None:
+            return self.chunk.scale * others, jnp.zeros_like(others)
         own = (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True) * c.astype(jnp.float32)
         return self.chunk.scale * others, self.chunk.scale * own
+
+    def next_aged(self, state: jax.Array, aged: jax.Array) -> jax.Array:
+        """(A, C), from both before the chunk."""
+        older = self.arrays["b"].astype(jnp.float32) * self._counts.to_end
+        tile = replace(self, arrays=self.arrays | {"b": self.operand(older)})
+        return tile.next_state(aged + self._counts.total * state)
 
     def next_state(self, state: jax.Array) -> jax.Array:
         """(A, C), from that before the chunk."""

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.common.pallas_tpu import LANES
+from ejkernel.kernels.common.pallas_tpu import LANES, tile_bytes
 from ejkernel.kernels.linear import chunks
 from ejkernel.kernels.linear.layout import Layout
 from ejkernel.kernels.linear.pallas_tpu_tiles import Chunk, Tile, parts_of, row_sums
@@ -154,11 +153,23 @@ class Steps:
             found["products"] = jax.ShapeDtypeStruct((B, H, rows, 1, self.size), jnp.float32), self.of_rows()
         return found
 
-    def scratch(self) -> dict[str, Any]:
-        found = {"state": pltpu.VMEM(self.widths, jnp.float32)}
+    def scratch(self) -> dict[str, tuple[int, int]]:
+        """Shapes of what stays from chunk to chunk, in float32."""
+        found = {"state": self.widths}
+        if self.w.aged:
+            found["aged"] = self.widths
         if self.w.balance is not None:
-            found["rest"] = pltpu.VMEM((1, self.widths[1] if self.w.outer is not None else LANES), jnp.float32)
+            found["rest"] = (1, self.widths[1] if self.w.outer is not None else LANES)
         return found
+
+    def vmem_bytes(self) -> int:
+        """Bytes of VMEM; the arithmetic is in pallas_tpu.py."""
+        blocks = [*self.operands().values(), *self.outputs().values()]
+        copied = sum(tile_bytes(spec.block_shape, x.dtype) for x, spec in blocks)
+        kept = sum(tile_bytes(shape, jnp.float32) for shape in self.scratch().values())
+        W, L = max(LANES, *self.widths), self.size
+        values = 4 * L * W * 8 + 4 * L * max(L, LANES) * 4 + 4 * W * W * (5 if self.w.aged else 3)
+        return 2 * copied + kept + values * (3 if self.dtype == jnp.float32 else 2) // 2
 
     def cost(self, arrays: dict[str, Operand], outputs: dict[str, Output]) -> pl.CostEstimate:
         (B, H, rows), (A, C), L = self.grid, self.widths, self.size
@@ -204,7 +215,7 @@ class Steps:
         state = state[..., : self.w.a.shape[3], : self.w.c.shape[3]]
         if not self.packed:
             return state
-        start = jnp.zeros((), jnp.float32) if self.w.start is None else self.w.start
+        start = jnp.zeros((), jnp.float32) if self.w.start is None or self.w.aged else self.w.start
         return jnp.where((self.layout.last >= 0)[..., None, None, None], state, start)
 
     # The kernel --------------------------------------------------------------------------------------------------
@@ -224,7 +235,7 @@ class Steps:
 
         @pl.when(enters)
         def _() -> None:
-            for name, first in (("state", "start"), ("rest", "rest")):
+            for name, first in (("state", "start"), ("aged", ""), ("rest", "rest")):
                 if name in kept:
                     kept[name][...] = (
                         jnp.broadcast_to(arrays[first][...], kept[name].shape)
@@ -238,18 +249,20 @@ class Steps:
 
             @pl.when(leaves)
             def _() -> None:
-                outs["state"][...] = kept["state"][...]
+                outs["state"][...] = kept["aged" if self.w.aged else "state"][...]
 
     def _step(self, arrays: Any, outs: Any, kept: Any, tokens: Any, gamma: Any) -> None:
         tile = Tile(self.chunk, self._values(arrays, tokens), arrays["matrices"], tokens, gamma)
-        state = kept["state"][...]
+        state, aged = kept["state"][...], kept["aged"][...] if self.w.aged else None
         if self.computes:
-            others, own = tile.out(state)
+            others, own = tile.out(state, aged)
             if self.w.with_out:
                 outs["out"][...] = (others + own).astype(self.dtype)
             if self.w.factor is not None:
                 self._products(tile, others, outs, kept)
         kept["state"][...] = tile.next_state(state)
+        if aged is not None:
+            kept["aged"][...] = tile.next_aged(state, aged)
 
     def _values(self, arrays: Any, tokens: Any) -> dict[str, jax.Array]:
         """The arrays of a chunk: zero where there is no token, and no decay below the least."""

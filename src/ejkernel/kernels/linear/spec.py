@@ -86,7 +86,7 @@ def canonicalise(
     *_, T, H, D = query.shape
     Dv = value.shape[-1]
     if g is not None and np.ndim(g) == query.ndim:  # per channel
-        g, gk = None, g if gk is None else jnp.add(g, gk)
+        g, gk = None, g if gk is None else _wide("g", g) + _wide("gk", gk)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     arrays["g"] = _gate("g", g, (*batch, T, H))
     arrays["gk"] = _gate("gk", gk, (*batch, T, H, D))
@@ -104,8 +104,8 @@ def canonicalise(
         state = _gate("initial_state", initial_state, (*sequences, H, D, Dv)).astype(jnp.float32)  # pyright: ignore
         arrays["initial_state"] = state[None] if cu_seqlens is not None else folded(state)[:, None]
     scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
-    if scale == 0.0:
-        raise ValueError("softmax_scale must not be 0: the output would be")
+    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
+        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
     spec = Spec(
         scale,
         flag("reverse", reverse),
@@ -162,6 +162,7 @@ def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:
     return (-slope * np.arange(heads)).astype(np.float32)
 
 
+_SCALES = np.finfo(np.float32)
 _LAYOUT = "the layout is (batch, length, heads, head_dim)"
 
 
@@ -174,11 +175,21 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
             raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
+    groups, rest = divmod(query.shape[-2], key.shape[-2])
+    if rest == 0 and groups > 1 and (*key.shape[:-2], key.shape[-1]) == (*query.shape[:-2], query.shape[-1]):
+        raise ValueError(
+            f"key has {key.shape[-2]} heads, query has {query.shape[-2]}: every head has a state of its own, so repeat "
+            f"keys and values (jnp.repeat(key, {groups}, -2))"
+        )
     if key.shape != query.shape:
         raise ValueError(f"key {key.shape} must have the shape of query {query.shape}; {_LAYOUT}")
     if value.shape[:-1] != query.shape[:-1]:
         raise ValueError(f"value {value.shape} must have the batch, length and heads of query {query.shape}; {_LAYOUT}")
     return query.shape[:-3]
+
+
+def _wide(name: str, x: Any) -> jax.Array:
+    return float_array(name, x).astype(jnp.float32)
 
 
 def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:

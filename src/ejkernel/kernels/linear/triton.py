@@ -64,14 +64,16 @@ def default_config(call: Call) -> Config:
     dims = dimensions(call)
     if dims.T <= _MOST_TOKENS_BY_ONE:
         return Config(chunk=1, block_c=16 if max(dims.D, dims.Dv) > 64 else 32)
-    per_channel = "gk" in call or "gv" in call
-    wide = max(dims.D, dims.Dv) > 128 or call["query"].dtype == jnp.float32
-    block_c = 32 if wide else 64
-    chunk = 32 if wide and per_channel else 64
-    if max(dims.D, dims.Dv) > 128 and call["query"].dtype == jnp.float32:
+    exact, many = call["query"].dtype == jnp.float32, max(dims.D, dims.Dv) > 128
+    # without products of whole warp groups, operands are in registers
+    small = call.target.arch.startswith(("sm_8", "sm_12"))
+    wide = many or exact
+    block_c, warps = 32 if wide else 64, 8 if wide or small else 4
+    chunk = 32 if wide and ("gk" in call or "gv" in call or small) else 64
+    if many and exact:
         chunk = 16  # what fits in the 99 KB of shared memory that small GPUs have
     programs = dims.B * dims.H * triton.cdiv(max(dims.D, dims.Dv), block_c)
-    return Config(chunk, _segment(dims.T, programs, call.target.cores or 132), block_c, 8 if wide else 4)
+    return Config(chunk, _segment(dims.T, programs, call.target.cores or 132), block_c, warps)
 
 
 def _segment(T: int, programs: int, cores: int) -> int:
@@ -83,30 +85,31 @@ def _segment(T: int, programs: int, cores: int) -> int:
 
 
 def search_space(call: Call) -> list[Config]:
-    default = default_config(call)
-    segments = sorted({0, default.segment, default.segment // 2, default.segment * 2})
+    default, dims = default_config(call), dimensions(call)
     if default.chunk == 1:
         return [Config(1, 0, block_c, warps) for block_c in (16, 32, 64) for warps in (2, 4, 8)]
-    return [
-        Config(chunk, segment, block_c, warps, stages)
-        for chunk in (32, 64)
-        for segment in segments
-        for block_c in (32, 64, 128)
-        for warps in (4, 8)
-        for stages in (1, 2)
-        if segment % chunk == 0
-    ]
+    segments = {default.segment // 2, default.segment * 2} - {default.segment}
+    # one thing at a time, and wide tiles for as many warps: each config takes seconds to compile
+    found = [default, *(replace(default, segment=n) for n in sorted(segments) if n % default.chunk == 0)]
+    wider = [n for n in (32, 64, 128) if n <= _channels(max(dims.D, dims.Dv))]
+    found += [replace(default, block_c=n, num_warps=default.num_warps * n // default.block_c) for n in wider]
+    found += [replace(default, num_warps=n) for n in (4, 8)]
+    found += [replace(default, num_stages=n) for n in (1, 2, 3)]
+    found += [replace(default, chunk=n) for n in (32, 64) if default.segment % n == 0]
+    return [config for config in dict.fromkeys(found) if 2 <= config.num_warps <= 8]
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     walker = _Walker(config)
     outputs, residuals = walks.forward(call, walker)
     # states between pieces, for the walk that gives dquery
-    return outputs, residuals | ({"starts": walker.known[0].starts} if walker.known else {})
+    residuals |= {"starts": walker.known[0].starts} if walker.known else {}
+    return outputs, residuals | ({} if walker.steps is None else {"steps": walker.steps})
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
     walker = _Walker(config)
+    walker.steps = residuals.get("steps")
     if "starts" in residuals:
         walker.known.append(_States(call["key"], call["value"], residuals["starts"], None))
     return walks.backward(call, residuals, cotangents, walker)
@@ -155,9 +158,12 @@ class _Walker:
         self.steps: jax.Array | None = None
 
     def __call__(self, w: Walk) -> Walked:
-        if self.config.chunk == 1 and w.factor is None:
+        if self.config.chunk == 1 and w.factor is None and not w.aged:
             return _by_token(w, self.config)
         chunks, pieces, states = self._chunks(w), _sequences(w), None
+        if w.aged:
+            _, strict, state, *_ = _launch(w, self.config, pieces, chunks)
+            return Walked(None, state, None if w.factor is None else (strict * w.factor).sum(-1))
         # sums that run across pieces need the product of both states there
         others = self._states(w.a, w.factor) if w.balance is not None else None
         if 0 < self.config.segment < w.a.shape[1] and (w.balance is None or others is not None):
@@ -296,6 +302,14 @@ def _pieces(w: Walk, size: int) -> _Pieces:
     return _Pieces(rows, rows, size, table, order, first)
 
 
+def _needed(w: Walk, pieces: _Pieces) -> _Pieces:
+    """Those whose states are: not the last of a packed sequence, unless its final state is wanted."""
+    if pieces.table is None or pieces.order is None or w.with_state:
+        return pieces
+    nothing = jnp.asarray([0, 0, -1, 0], jnp.int32)
+    return pieces._replace(table=jnp.where(pieces.order[..., 1:] != 0, nothing, pieces.table))
+
+
 def _rests(w: Walk, pieces: _Pieces, states: _States, others: _States) -> jax.Array:
     """What running sums have come to before each piece: the gradient of the state times the state, (B, rows, H, C)."""
     # where this walk begins a piece, the other way has come to the end of it: the start of the next
@@ -393,7 +407,7 @@ def _scale(w: Walk, x: Any, y: Any, gates: jax.Array, steps: jax.Array, chunk: i
     """x times its decays from the middle of each chunk, y times their inverse, and the decays of both halves."""
     B, T, H, C = gates.shape
     given = y if x is None else x
-    pieces, block_c = _pieces(w, chunk), min(64, _channels(C))
+    pieces, block_c = _pieces(w, chunk), min(32, _channels(C))
     # float16 may not hold them
     scaled = _struct(gates.shape, jnp.float32 if given.dtype == jnp.float16 else given.dtype)
     keep = _struct((B, _places(w), H, C))
@@ -428,6 +442,8 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
     B, T, H, A = w.a.shape
     C, rows, chunk = w.c.shape[3], pieces.rows, max(config.chunk, 16)
     block_c = min(config.block_c, _channels(C))
+    if w.aged:  # there are two states
+        block_c = max(16, block_c // 2)
     blocks = triton.cdiv(C, block_c)
     strict = w.factor is not None
     return triton_call(
@@ -464,6 +480,7 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
         BC=block_c,
         CHUNK=chunk,
         HAS_START=w.start is not None,
+        AGED=w.aged,
         WITH_STRICT=strict,
         WITH_STATE=w.with_state,
         WITH_TOTALS=totals,
@@ -488,7 +505,7 @@ def _gates(w: Walk, pieces: _Pieces, strict: jax.Array, rest: jax.Array | None) 
         pieces.table,
         T,
         pieces.tokens,
-        out_shape=_struct(w.c.shape if per_channel else (B, T, H)),
+        out_shape=_struct((B, T, H)) if w.outer is None else _struct(w.c.shape, w.outer.dtype),
         grid=(B * pieces.rows * H * (triton.cdiv(C, block_c) if per_channel else 1),),
         H=H,
         C=C,
@@ -505,12 +522,12 @@ def _gates(w: Walk, pieces: _Pieces, strict: jax.Array, rest: jax.Array | None) 
     )
 
 
-def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
+def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[jax.Array, jax.Array | None]:
     """The states before every piece, and those at the end of every sequence."""
     B, _, H, A = w.a.shape
     C, N = w.c.shape[3], 1 if w.cu_seqlens is None else w.cu_seqlens.shape[1] - 1
     alone = replace(w, start=None, with_out=False, with_state=True, factor=None, balance=None, rest=None)
-    _, _, local, totals, outer_totals = _launch(alone, config, pieces, chunks, totals=True)
+    _, _, local, totals, outer_totals = _launch(alone, config, _needed(w, pieces), chunks, totals=True)
     block_c = _channels(C)
     block_a = max(1, 2048 // block_c)
     starts, final = triton_call(
@@ -520,7 +537,7 @@ def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[ja
         outer_totals,
         w.start,
         pieces.order,
-        out_shape=[_struct((B, pieces.rows, H, A, C)), _struct((B, N, H, A, C))],
+        out_shape=[_struct((B, pieces.rows, H, A, C)), _struct((B, N, H, A, C)) if w.with_state else _nothing()],
         grid=(B * H * triton.cdiv(A, block_a),),
         H=H,
         A=A,
@@ -533,8 +550,11 @@ def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[ja
         PIECES_BATCHED=pieces.order is not None and pieces.order.shape[0] > 1,
         HAS_OUTER=w.outer is not None,
         HAS_START=w.start is not None,
+        WITH_FINAL=w.with_state,
         DESCENDING=w.descending,
     )
+    if not w.with_state:
+        return starts, None
     if w.cu_seqlens is not None:  # a sequence without tokens has no piece
         some = (jnp.diff(w.cu_seqlens, axis=1) > 0)[..., None, None, None]
         final = jnp.where(some, final, 0.0 if w.start is None else w.start)

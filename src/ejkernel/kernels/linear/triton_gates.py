@@ -14,6 +14,14 @@ _FAR = tl.constexpr(-NEAR // 2 * NEAR_DECAY)
 
 
 @triton.jit
+def _reach(b_size, n: tl.constexpr):
+    """The largest sum in a channel over n tokens of (R, BC)."""
+    R: tl.constexpr = b_size.shape[0]
+    BC: tl.constexpr = b_size.shape[1]
+    return tl.max(tl.max(tl.sum(tl.reshape(b_size, [R // n, n, BC]), 1), 1), 0)
+
+
+@triton.jit
 def linear_steps_kernel(
     p_gates,
     p_pieces,
@@ -34,20 +42,16 @@ def linear_steps_kernel(
     m_i = (o_i < n) & (i_slot >= 0)
     p_gates += ((i_b * T + i_start) * H + i_h).to(tl.int64) * C
     b_gates = load_gates(p_gates, o_i * H, m_i, C, BC, 0)
-    # node n of a binary tree over the tokens, leaf l being node CHUNK + l: 2 and 3 are the halves, 4 to 7 the quarters
-    o_n = tl.arange(0, CHUNK)
-    n_depth = tl.zeros([CHUNK], tl.int32)
-    for k in tl.static_range(1, 8):
-        n_depth += (o_n >= (1 << k)).to(tl.int32)
-    n_half = CHUNK >> n_depth
-    m_under = (CHUNK + o_i)[None, :] // n_half[:, None] == o_n[:, None]
-    # [CHUNK]: the strongest sum of decays in a channel, over what half a step of 2 * n_half tokens reaches over
-    b_sum = tl.dot(m_under.to(tl.bfloat16), tl.abs(b_gates.to(tl.float32)).to(tl.bfloat16))
-    # _FAR for one kind of decays, half of it for each of two
-    m_far = (tl.max(b_sum, 1) * 8 > _FAR * LEAST) & (o_n > 1)
-    n_step = tl.min(tl.where(m_far, n_half, CHUNK), 0)
+    b_size = tl.abs(b_gates.to(tl.float32))
+    n_step = CHUNK
+    if _reach(b_size, CHUNK // 2) * 8 > _FAR * LEAST:
+        # a step reaches over half of it
+        for k in tl.static_range(1, 7):
+            if CHUNK >> k >= LEAST:
+                if _reach(b_size, CHUNK >> k) * 8 > _FAR * LEAST:
+                    n_step = CHUNK >> k
     i_row = (tl.program_id(0) // H).to(tl.int64)
-    tl.store(p_steps + i_row * H + i_h, tl.maximum(n_step, LEAST))
+    tl.store(p_steps + i_row * H + i_h, n_step)
 
 
 @triton.jit
@@ -93,12 +97,15 @@ def linear_scale_kernel(
             i_at = i + step - 1 if DESCENDING else i
             i_token = ((i_b * T + i_start + i_at) * H + i_h).to(tl.int64) * C
             m_i = ((i_at - o_i if DESCENDING else i_at + o_i) < n) & (o_i < step)
-            b_sum, b_gates = middle_sums(p_gates + i_token, o_t, m_i, step, C, BC, i_first, CHUNK, False, PARTS)
+            # all loads before the sums, which wait for theirs
             if HAS_X:
                 b_x = load_tile(p_x + i_token, o_t, m_i, C, BC, i_first)
-                store_tile(p_scaled_x + i_token, b_x * tl.exp2(b_sum), o_t, m_i, C, BC, i_first)
             if HAS_Y:
                 b_y = load_tile(p_y + i_token, o_t, m_i, C, BC, i_first)
+            b_sum, b_gates = middle_sums(p_gates + i_token, o_t, m_i, step, C, BC, i_first, CHUNK, False, PARTS)
+            if HAS_X:
+                store_tile(p_scaled_x + i_token, b_x * tl.exp2(b_sum), o_t, m_i, C, BC, i_first)
+            if HAS_Y:
                 store_tile(p_scaled_y + i_token, b_y * tl.exp2(-b_sum), o_t, m_i, C, BC, i_first)
             m_first = (o_i < step // 2)[:, None]
             i_chunk = ((i_b * CHUNKS + (i_start + i) // step + i_n) * H + i_h).to(tl.int64) * C

@@ -64,53 +64,71 @@ def state_offsets(A: tl.constexpr, C: tl.constexpr, BA: tl.constexpr, BC: tl.con
 
 @triton.jit
 def chunk_decays(
-    p_g, b_gamma, m_l, HAS_G: tl.constexpr, HAS_GAMMA: tl.constexpr, LATE: tl.constexpr, EXACT: tl.constexpr
+    p_g,
+    b_gamma,
+    b_count,
+    n_count,
+    m_l,
+    HAS_G: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    LATE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Sums (R,) of a head's log decays between the beginning of a chunk and each token, and (1,) of all.
+    """A head's log decays between the beginning of a chunk and each token (R,), and all of them, in powers of two.
 
-    Both in powers of two; if EXACT as whole steps, differences of which are exact, and a rest, else the latter alone.
+    As numbers of units, rests, and the unit. Differences of numbers are exact: of decays that all tokens share they are
+    counts, `b_count` up to each token and `n_count` in all; else, if EXACT, whole multiples of a small power of two.
     """
-    b_g = tl.zeros(m_l.shape, tl.float32)
-    if HAS_G:
-        b_g += tl.load(p_g, mask=m_l, other=0.0).to(tl.float32)
-    if HAS_GAMMA:
-        # padding does not decay the state
-        b_g += tl.where(m_l, b_gamma, 0.0)
-    b_g = tl.maximum(b_g, _LEAST_DECAY) * LOG2_E
-    b_whole = b_g
-    if EXACT:
-        b_whole = tl.floor(b_g * _STEPS).to(tl.int32)
-        b_g -= b_whole.to(tl.float32) / _STEPS
-    b_upto, b_upto_rest = tl.cumsum(b_whole, 0), tl.cumsum(b_g, 0)
-    if LATE:
-        b_upto, b_upto_rest = b_upto - b_whole, b_upto_rest - b_g
-    return b_upto, b_upto_rest, tl.sum(b_whole, 0), tl.sum(b_g, 0)
-
-
-@triton.jit
-def _exponent(b_whole, b_rest, EXACT: tl.constexpr):
-    return b_whole.to(tl.float32) / _STEPS + b_rest if EXACT else b_rest
-
-
-@triton.jit
-def decay_logarithm(b_whole, b_rest, EXACT: tl.constexpr):
-    """The natural logarithm of a decay."""
-    return _exponent(b_whole, b_rest, EXACT) / LOG2_E
-
-
-@triton.jit
-def decay_power(b_whole, b_rest, EXACT: tl.constexpr):
-    """A decay, from its exponent of two."""
-    return tl.exp2(_exponent(b_whole, b_rest, EXACT))
-
-
-@triton.jit
-def decays_between(b_upto, b_upto_rest, EXACT: tl.constexpr):
-    """(R, R): the decay from each token j to each i."""
-    if EXACT:
-        return decay_power(b_upto[:, None] - b_upto[None, :], b_upto_rest[:, None] - b_upto_rest[None, :], True)
+    if not HAS_G:
+        if LATE:
+            b_count = tl.maximum(b_count - 1.0, 0.0)
+        return b_count, 0.0, n_count, 0.0, tl.maximum(b_gamma, _LEAST_DECAY) * LOG2_E
     else:
-        return tl.exp2(b_upto_rest[:, None] - b_upto_rest[None, :])
+        b_g = tl.load(p_g, mask=m_l, other=0.0).to(tl.float32)
+        if HAS_GAMMA:
+            # padding does not decay the state
+            b_g += tl.where(m_l, b_gamma, 0.0)
+        b_g = tl.maximum(b_g, _LEAST_DECAY) * LOG2_E
+        b_whole = b_g
+        if EXACT:
+            b_whole = tl.floor(b_g * _STEPS).to(tl.int32)
+            b_g -= b_whole.to(tl.float32) / _STEPS
+        b_upto, b_upto_rest = tl.cumsum(b_whole, 0), tl.cumsum(b_g, 0)
+        if LATE:
+            b_upto, b_upto_rest = b_upto - b_whole, b_upto_rest - b_g
+        return b_upto, b_upto_rest, tl.sum(b_whole, 0), tl.sum(b_g, 0), 1.0 / _STEPS
+
+
+@triton.jit
+def decay_exponent(b_whole, b_rest, unit, HAS_G: tl.constexpr, EXACT: tl.constexpr):
+    """The logarithm of a decay, to the base of two."""
+    if not HAS_G:
+        return b_whole * unit
+    elif EXACT:
+        return b_whole.to(tl.float32) * unit + b_rest
+    else:
+        return b_rest
+
+
+@triton.jit
+def decay_power(b_whole, b_rest, unit, HAS_G: tl.constexpr, EXACT: tl.constexpr):
+    return tl.exp2(decay_exponent(b_whole, b_rest, unit, HAS_G, EXACT))
+
+
+@triton.jit
+def decays_between(b_upto, b_rest, unit, HAS_G: tl.constexpr, EXACT: tl.constexpr):
+    """(R, R): the decay from each token j to each i."""
+    if HAS_G:
+        b_rest = b_rest[:, None] - b_rest[None, :]
+    return decay_power(b_upto[:, None] - b_upto[None, :], b_rest, unit, HAS_G, EXACT)
+
+
+@triton.jit
+def decayed_states(b_h, b_aged, b_decay, AGED: tl.constexpr):
+    """A state and, where there is one, that of an aged walk."""
+    if AGED:
+        b_aged = b_aged * b_decay
+    return b_h * b_decay, b_aged
 
 
 @triton.jit

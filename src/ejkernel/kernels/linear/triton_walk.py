@@ -1,6 +1,7 @@
 """The walk in Triton: one kernel takes a piece of a sequence chunk by chunk, another token by token.
 
-A program has one head, one piece and BC channels of c; its state (BA, BC) stays in registers, in float32.
+A program has one head, one piece and BC channels of c; its state (BA, BC) stays in registers, in float32, and beside it
+that of an aged walk.
 
 Decays of every channel are relative to the middle of a chunk: exp(sum) from there to a token multiplies what looks back
 (queries, and gradients of outputs), its inverse what is looked at. Arrays are multiplied by them beforehand, once for
@@ -14,8 +15,9 @@ import triton.language as tl
 from ejkernel.kernels.common.triton_tiles import LOG2_E
 from ejkernel.kernels.linear.triton_tiles import (
     chunk_decays,
-    decay_logarithm,
+    decay_exponent,
     decay_power,
+    decayed_states,
     decays_between,
     load_tile,
     middle_sums,
@@ -68,6 +70,7 @@ def linear_chunk_kernel(
     HAS_START: tl.constexpr,
     DESCENDING: tl.constexpr,
     LATE: tl.constexpr,
+    AGED: tl.constexpr,
     WITH_OUT: tl.constexpr,
     WITH_STRICT: tl.constexpr,
     WITH_STATE: tl.constexpr,
@@ -111,6 +114,9 @@ def linear_chunk_kernel(
         b_h = tl.load(p_start + i_row * A * C + o_state, mask=m_state & m_real, other=0.0)
     else:
         b_h = tl.zeros([BA, BC], tl.float32)
+    b_aged = 0.0
+    if AGED:
+        b_aged = tl.zeros([BA, BC], tl.float32)
     b_gamma = 0.0
     if HAS_GAMMA:
         b_gamma = tl.load(p_gamma + i_b * GAMMA_BATCHED * H + i_h)
@@ -125,21 +131,26 @@ def linear_chunk_kernel(
         b_a = load_tile(p_a, o_t, m_l, A, BA, 0)
         b_b = load_tile(p_b, o_t, m_l, A, BA, 0)
         b_c = load_tile(p_c, o_t, m_l, C, BC, i_first)
+        # tokens up to each; those that a chunk lacks are the first in a walk that descends
+        n_lacks = tl.maximum(i_at - i - n + 1, 0) if DESCENDING else 0
+        n_count = step - n_lacks if DESCENDING else tl.minimum(step, n - i)
+        b_count = tl.minimum(tl.maximum(o_i + 1 - n_lacks, 0), n_count).to(tl.float32)
+        n_count = n_count.to(tl.float32)
         if HAS_HEAD:
-            b_upto, b_upto_rest, b_all, b_all_rest = chunk_decays(
-                p_g + o_t, b_gamma, m_l, HAS_G, HAS_GAMMA, LATE, EXACT
+            b_upto, b_upto_rest, b_all, b_all_rest, unit = chunk_decays(
+                p_g + o_t, b_gamma, b_count, n_count, m_l, HAS_G, HAS_GAMMA, LATE, EXACT
             )
         # the state from the beginning of the chunk to its middle
         if HAS_INNER:
             b_before = tl.load(p_before + i_chunk * A + o_a, mask=(o_a < A) & m_real, other=0.0)
             b_behind = tl.load(p_behind + i_chunk * A + o_a, mask=(o_a < A) & m_real, other=0.0)
-            b_h *= tl.exp2(b_before * LOG2_E)[:, None]
+            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_before * LOG2_E)[:, None], AGED)
             if WITH_TOTALS:
                 b_totals += b_before + b_behind
         if HAS_OUTER:
             b_before_c = tl.load(p_outer_before + i_chunk * C + o_c, mask=(o_c < C) & m_real, other=0.0)
             b_behind_c = tl.load(p_outer_behind + i_chunk * C + o_c, mask=(o_c < C) & m_real, other=0.0)
-            b_h *= tl.exp2(b_before_c * LOG2_E)[None, :]
+            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_before_c * LOG2_E)[None, :], AGED)
             if WITH_TOTALS:
                 b_outer_totals += b_before_c + b_behind_c
 
@@ -149,19 +160,23 @@ def linear_chunk_kernel(
             # [CHUNK, BC]
             b_o = wide_dot(b_a, b_h, None, narrow, PRECISION)
             if HAS_HEAD:
-                b_s *= decays_between(b_upto, b_upto_rest, EXACT)
+                b_s *= decays_between(b_upto, b_upto_rest, unit, HAS_G, EXACT)
             # above the diagonal it could be infinite
             if WITH_STRICT:
                 b_own = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_s, 0.0), 1)
                 b_s = tl.where(o_i[:, None] > o_i[None, :], b_s, 0.0)
+                if AGED:
+                    b_s *= (o_i[:, None] - o_i[None, :]).to(tl.float32)
             else:
                 b_s = tl.where(o_i[:, None] >= o_i[None, :], b_s, 0.0)
-            if WITH_STRICT:
+            if AGED:
+                b_o = wide_dot(b_a, b_aged, b_o * b_count[:, None], narrow, PRECISION)
+            elif WITH_STRICT:
                 # what rounding the state has lost: it would add up along the walk
                 b_lost = b_h - b_h.to(narrow).to(tl.float32)
                 b_o = wide_dot(b_a, b_lost, b_o, narrow, PRECISION)
             if HAS_HEAD:
-                b_o *= decay_power(b_upto, b_upto_rest, EXACT)[:, None]
+                b_o *= decay_power(b_upto, b_upto_rest, unit, HAS_G, EXACT)[:, None]
             b_o = wide_dot(b_s, b_c, b_o, narrow, PRECISION)
             if HAS_OUTER:
                 b_sum, _ = middle_sums(p_outer, o_t, m_l, step, C, BC, i_first, CHUNK, LATE, PARTS)
@@ -177,16 +192,21 @@ def linear_chunk_kernel(
                 store_tile(p_out, b_o, o_t, m_i, C, BC, i_first)
 
         # the state behind the chunk
+        if AGED:
+            b_aged += n_count * b_h
         if HAS_HEAD:
-            b_h *= decay_power(b_all, b_all_rest, EXACT)
-            b_c = b_c * decay_power(b_all - b_upto, b_all_rest - b_upto_rest, EXACT)[:, None]
+            b_exponent = decay_exponent(b_all, b_all_rest, unit, HAS_G, EXACT)
+            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_exponent), AGED)
+            b_c = b_c * decay_power(b_all - b_upto, b_all_rest - b_upto_rest, unit, HAS_G, EXACT)[:, None]
             if WITH_TOTALS:
-                b_totals += decay_logarithm(b_all, b_all_rest, EXACT)
+                b_totals += b_exponent / LOG2_E
         b_h = wide_dot(tl.trans(b_b), b_c, b_h, narrow, PRECISION)
+        if AGED:
+            b_aged = wide_dot(tl.trans(b_b), b_c * (n_count - b_count)[:, None], b_aged, narrow, PRECISION)
         if HAS_INNER:
-            b_h *= tl.exp2(b_behind * LOG2_E)[:, None]
+            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_behind * LOG2_E)[:, None], AGED)
         if HAS_OUTER:
-            b_h *= tl.exp2(b_behind_c * LOG2_E)[None, :]
+            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_behind_c * LOG2_E)[None, :], AGED)
 
         o_next = DIRECTION * H * step
         p_a += o_next * A
@@ -199,7 +219,7 @@ def linear_chunk_kernel(
         i_chunk += DIRECTION * H
 
     if WITH_STATE:
-        tl.store(p_state + i_row * A * C + o_state, b_h, mask=m_state & m_real)
+        tl.store(p_state + i_row * A * C + o_state, b_aged if AGED else b_h, mask=m_state & m_real)
     if WITH_TOTALS:
         if i_c == 0:
             tl.store(p_totals + i_row * A + o_a, b_totals, mask=(o_a < A) & m_real)
@@ -309,6 +329,7 @@ def linear_join_kernel(
     PIECES_BATCHED: tl.constexpr,
     HAS_OUTER: tl.constexpr,
     HAS_START: tl.constexpr,
+    WITH_FINAL: tl.constexpr,
     DESCENDING: tl.constexpr,
 ):
     """The states before every piece, from what each piece adds to a state of zero and how much it keeps of another."""
@@ -341,10 +362,13 @@ def linear_join_kernel(
                     b_h = tl.load(p_start + i_state * A * C + o_s, mask=m_s, other=0.0)
             i_before = i_n
             tl.store(p_starts + i_row * A * C + o_s, b_h, mask=m_s)
+            # of the last piece nobody may want to know what it adds
+            m_added = m_s if WITH_FINAL else m_s & (m_last == 0)
             b_keep = tl.load(p_totals + i_row * A + o_a, mask=o_a < A, other=0.0)
             b_h *= tl.exp2(b_keep * LOG2_E)[:, None]
             if HAS_OUTER:
                 b_keep_outer = tl.load(p_outer_totals + i_row * C + o_c, mask=o_c < C, other=0.0)
                 b_h *= tl.exp2(b_keep_outer * LOG2_E)[None, :]
-            b_h += tl.load(p_local + i_row * A * C + o_s, mask=m_s, other=0.0)
-            tl.store(p_final + i_state * A * C + o_s, b_h, mask=m_s & m_last)
+            b_h += tl.load(p_local + i_row * A * C + o_s, mask=m_added, other=0.0)
+            if WITH_FINAL:
+                tl.store(p_final + i_state * A * C + o_s, b_h, mask=m_s & m_last)

@@ -19,10 +19,15 @@ The gradient of a log decay is that of the state times the state, and needs neit
 
 and for `gv` the same of out, dout, value and dvalue; the sum over channels is that of `g`. What a token gives itself
 is the same in both products and left out of them: strong decays leave little else, which rounding would hide.
+
+The gradient of `g_gamma` is the sum of those of all tokens, but not computed as that: each of them is a sum over all
+later tokens, and their roundings would add up once more. It is that of the output times the output of an `aged` walk:
+a derivative by what every decay has once multiplies each weight by the number of its decays.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -48,11 +53,14 @@ class Walk:
         scale: of the output.
         descending: whether it goes from the last token to the first.
         late: whether a token decays the state after it was added and read.
+        aged: whether every weight, those of the state too, is multiplied by the number of decays in it. `start` has had
+            none. Of an early walk, without `balance`.
         with_out: whether the output is wanted.
         with_state: whether the final state is.
         factor: (B, T, H, C): `products` are wanted, of the output without the token's own part and this, float32;
             with `outer` of every channel (B, T, H, C), else their sum over the channels (B, T, H).
-        balance: products of another walk; then the result is instead the sum along this walk of those minus its own.
+        balance: products of another walk; then the result is instead the sum along this walk of those minus its own,
+            float32 or, with `outer`, perhaps in its dtype: it is the gradient of that.
         rest: what that sum starts with, (B, N, H, C) or (B, N, H); zero if None.
     """
 
@@ -68,6 +76,7 @@ class Walk:
     scale: float = 1.0
     descending: bool = False
     late: bool = False
+    aged: bool = False
     with_out: bool = True
     with_state: bool = False
     factor: jax.Array | None = None
@@ -108,9 +117,22 @@ def forward_walk(call: Call) -> Walk:
     )
 
 
+def _taken(walk: Walker, w: Walk) -> Walked:
+    """What comes of a walk; where there are no tokens, no platform is asked."""
+    if w.a.shape[1] > 0:
+        return walk(w)
+    B, _, H, A = w.a.shape
+    N = 1 if w.cu_seqlens is None else w.cu_seqlens.shape[1] - 1
+    start = jnp.zeros((B, N, H, A, w.c.shape[3]), jnp.float32) if w.start is None or w.aged else w.start
+    products = jnp.zeros(w.c.shape if w.outer is not None else w.c.shape[:3], jnp.float32)
+    return Walked(
+        w.c if w.with_out else None, start if w.with_state else None, products if w.factor is not None else None
+    )
+
+
 def forward(call: Call, walk: Walker) -> tuple[Arrays, Arrays]:
     """Outputs and residuals of a call: inputs, and the final state where it is an output."""
-    walked = walk(forward_walk(call))
+    walked = _taken(walk, forward_walk(call))
     outputs = {"out": walked.out, "state": walked.state}
     outputs = {name: x for name, x in outputs.items() if x is not None}
     return outputs, {name: x for name, x in outputs.items() if name == "state"}
@@ -118,6 +140,7 @@ def forward(call: Call, walk: Walker) -> tuple[Arrays, Arrays]:
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) -> Arrays:
     """Every gradient; walks for those that nobody uses are left out by the compiler."""
+    walk = partial(_taken, walk)
     ahead = forward_walk(call)
     dout, dstate = cotangents.get("out"), cotangents.get("state")
     end = rest = None
@@ -127,13 +150,15 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) ->
         rest = dstate.astype(jnp.float32) * residuals["state"]
     back = replace(ahead, descending=not ahead.descending, late=True, start=end, with_out=True, with_state=False)
     # the decays of all channels of a head: from the side of the values only where their own are wanted anyway
-    heads = "g" in call or ("g_gamma" in call and not call.spec.constant_gamma)
     by_value = "gv" in call
-    by_key = "gk" in call or (heads and not by_value)
-    found = _of_query_and_key(walk, ahead, back, dout, rest, by_key)
-    found |= _of_value(call, walk, ahead, back, dout, rest, by_value)
-    if heads:
-        found |= _of_heads(call, found["gk" if by_key else "gv"])
+    by_key = "gk" in call or ("g" in call and not by_value)
+    found = _of_value(call, walk, ahead, back, dout, rest, by_value)
+    found |= _of_query_and_key(walk, ahead, back, dout, rest, by_key)
+    if "g" in call:
+        gates = found["gk" if by_key else "gv"]
+        found["g"] = gates.sum(-1, dtype=jnp.float32) if gates.ndim == 4 else gates
+    if "g_gamma" in call and not call.spec.constant_gamma:
+        found["g_gamma"] = _of_gamma(call, walk, ahead, dout, dstate)
     return {name: x.astype(call[name].dtype) for name, x in found.items() if name in call}
 
 
@@ -179,10 +204,13 @@ def _turned(state: jax.Array | None) -> jax.Array | None:
     return None if state is None else state.mT
 
 
-def _of_heads(call: Call, gates: jax.Array) -> Arrays:
-    """The gradients of `g` and `g_gamma` from those of channels (B, T, H, C), or of heads (B, T, H)."""
-    dg = gates.sum(-1) if gates.ndim == 4 else gates
-    found = {"g": dg, "g_gamma": dg.sum(1)}
-    if "g_gamma" in call and call["g_gamma"].shape[0] == 1:
-        found["g_gamma"] = found["g_gamma"].sum(0, keepdims=True)
-    return found
+def _of_gamma(call: Call, walk: Walker, ahead: Walk, dout: jax.Array | None, dstate: jax.Array | None) -> jax.Array:
+    """The gradient (B or 1, H) of the decays that all tokens have."""
+    aged = replace(ahead, aged=True, with_out=False, with_state=dstate is not None, factor=dout)
+    _, state, products = walk(aged)
+    found = jnp.zeros((1, 1), jnp.float32)
+    if products is not None:
+        found = found + products.sum((1, 3) if products.ndim == 4 else 1)
+    if state is not None and dstate is not None:
+        found = found + (state * dstate).sum((1, 3, 4))
+    return found.sum(0, keepdims=True) if call["g_gamma"].shape[0] == 1 else found

@@ -42,7 +42,9 @@ def unsupported(call: Call) -> list[str]:
 
 
 def default_config(call: Call) -> Config:
-    return Config(min(64, power_of_two(max(1, dimensions(call).T))))
+    dims = dimensions(call)
+    # no longer than packed sequences are: a chunk belongs to one
+    return Config(min(64, power_of_two(max(1, min(dims.T, max(8, dims.T // max(1, dims.N)))))))
 
 
 def search_space(call: Call) -> list[Config]:
@@ -76,23 +78,32 @@ def walk(config: Config, w: Walk) -> Walked:
     rests = jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if w.rest is None else w.rest
     packed = w.cu_seqlens is not None
 
+    def pass_on(starts: jax.Array, state: jax.Array, *x: Any) -> tuple[jax.Array, Any]:
+        """The state behind a group; and those before each of its chunks, and behind."""
+        return lax.scan(partial(_pass_on, starts if packed else None), state, x)
+
     def step(carried: Any, x: tuple[Arrays, Any]) -> tuple[Any, Any]:
         """A group: tiles (group, B, H, chunk, ...), flags (group, B)."""
         tile, flags = x
-        (state, rest), many = carried, {name: y.reshape(group * B, *y.shape[2:]) for name, y in tile.items()}
-        gains = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, many))
-        state, (before, behind) = lax.scan(partial(_pass_on, starts if packed else None), state, (flags, *gains))
-        out, products = _outputs(w, many, before.reshape(group * B, *before.shape[2:]))
+        (state, aged, rest), many = carried, {name: y.reshape(group * B, *y.shape[2:]) for name, y in tile.items()}
+        gain, keep = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, many))
+        state, (before, behind) = pass_on(starts, state, flags, gain, keep)
+        states = [before.reshape(group * B, *before.shape[2:])]
+        if w.aged:
+            gain, _ = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, _aged(many)))
+            gain = gain + keep * before * tile["count"][..., None, None]
+            aged, (before, behind) = pass_on(jnp.zeros_like(starts), aged, flags, gain, keep)
+            states.append(before.reshape(group * B, *before.shape[2:]))
+        out, products = _outputs(w, many, *states)
         if products is not None:
             products = products.reshape(group, B, *products.shape[1:])
         if products is not None and w.balance is not None:
             products = tile["balance"] - products
             total = products.sum(3)
-            gains = (total, jnp.ones_like(total))
-            rest, (before, _) = lax.scan(partial(_pass_on, rests if packed else None), rest, (flags, *gains))
+            rest, (before, _) = pass_on(rests, rest, flags, total, jnp.ones_like(total))
             products = jnp.cumsum(products, 3) + jnp.expand_dims(before, 3)
         out = out.reshape(group, B, *out.shape[1:]) if w.with_out and out is not None else None
-        return (state, rest), (out, products, behind if w.with_state and packed else None)
+        return (state, aged, rest), (out, products, behind if w.with_state and packed else None)
 
     def grouped(x: Any) -> jax.Array:
         """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
@@ -101,12 +112,15 @@ def walk(config: Config, w: Walk) -> Walked:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
     tokens = {name: grouped(x) for name, x in _tokens(w, layout).items()}
-    states = varying_like((starts[:, 0], rests[:, 0]), (tokens, starts, rests))
-    (state, _), found = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
+    states = (starts[:, 0], jnp.zeros_like(starts[:, 0]), rests[:, 0])
+    states = varying_like(states, (tokens, starts, rests))
+    (state, aged, _), found = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
     out, products, behind = (None if x is None else x.reshape(x.shape[0] * group, *x.shape[2:])[:rows] for x in found)
     return Walked(
         None if out is None else layout.scatter(out).astype(w.c.dtype),
-        layout.final_states(starts, state, behind) if w.with_state else None,
+        layout.final_states(*((jnp.zeros_like(starts), aged) if w.aged else (starts, state)), behind)
+        if w.with_state
+        else None,
         None if products is None else layout.scatter(products),
     )
 
@@ -121,6 +135,9 @@ def _tokens(w: Walk, layout: Layout) -> Arrays:
         gamma = jnp.where(layout.valid[..., None], jnp.maximum(w.g_gamma, chunks.LEAST_DECAY)[:, None, None], 0)
         gamma = jnp.moveaxis(gamma, -1, 2)
         found["g"] = found.get("g", 0.0) + jnp.broadcast_to(gamma, (w.a.shape[0], *gamma.shape[1:]))
+    if w.aged:
+        count = jnp.asarray(layout.valid).sum(-1, dtype=jnp.float32)[:, :, None]
+        found["count"] = jnp.broadcast_to(count, (w.a.shape[0], *count.shape[1:]))
     return found
 
 
@@ -158,18 +175,39 @@ def _gain(w: Walk, x: Arrays) -> tuple[jax.Array, jax.Array]:
     return _product("bhia,bhic->bhac", b, c), keep
 
 
-def _outputs(w: Walk, x: Arrays, h: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """The output of a chunk and its products, where they are wanted, from the state before it."""
+def _aged(x: Arrays) -> Arrays:
+    """With b times the number of decays from each token to the end of its chunk: what an early walk's state gains."""
+    to_end = jnp.maximum(x["count"][..., None] - _upto(x), 0)
+    return x | {"b": x["b"] * to_end[..., None]}
+
+
+def _upto(x: Arrays) -> np.ndarray:
+    """How many tokens of a chunk come up to each."""
+    return np.arange(1, x["a"].shape[2] + 1, dtype=np.float32)
+
+
+def _outputs(
+    w: Walk, x: Arrays, h: jax.Array, aged: jax.Array | None = None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The output of a chunk and its products, where they are wanted, from the states before it."""
     if not w.with_out and w.factor is None:
         return None, None
     to_start, _ = (m.astype(np.float32) for m in chunks.ends(x["a"].shape[2], w.late))
-    before = _decayed(x["a"], x, "inner", to_start)
-    before = _decayed(_product("bhia,bhac->bhic", before, h), x, "outer", to_start)
-    others = w.scale * (before + _others(x, _scores(x, w.late), w.late))
+    looking, scores = _decayed(x["a"], x, "inner", to_start), _scores(x, w.late)
+    if aged is not None:
+        token = _upto(x)
+        # one product: of two, XLA for CPUs (jaxlib 0.10.2) leaves that with a state of zeros unwritten
+        looking, h = jnp.concatenate([token[:, None] * looking, looking], 3), jnp.concatenate([h, aged], 2)
+        scores *= token[:, None] - token[None, :]
+    looked = _product("bhia,bhac->bhic", looking, h)
+    looked = _decayed(looked, x, "outer", to_start)
+    others = w.scale * (looked + _others(x, scores, w.late))
     products = None
     if w.factor is not None:
         products = x["factor"] * others
         products = products if w.outer is not None else products.sum(-1)
+    if aged is not None:  # what a token gives itself has not been decayed
+        return others, products
     own = w.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
     return others + own, products
 

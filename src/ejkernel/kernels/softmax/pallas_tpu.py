@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of
+from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of, tile_bytes
 from ejkernel.kernels.softmax import pallas_tpu_bwd, pallas_tpu_fwd
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.pallas_tpu_tiles import Tiles, whole_block
@@ -86,8 +86,7 @@ def _scratch_bytes(name: str, call: Call, q: int, k: int) -> int:
         "dkv": lambda: pallas_tpu_bwd.dkey_dvalue_scratch(call, k),
         "dbias": lambda: pallas_tpu_bwd.dbias_scratch(call, q, k),
     }[name]()
-    # all of 32 bits
-    return sum(4 * _up(rows, SUBLANES) * _up(columns, LANES) for (rows, columns), _ in kept.values())
+    return sum(tile_bytes(*shape_and_dtype) for shape_and_dtype in kept.values())
 
 
 def _mask_block_bytes(call: Call, q: int, k: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ejkernel.kernels.common.pallas_tpu import CHIPS, Chip
+from ejkernel.kernels.common.pallas_tpu_cost import costs
 from ejkernel.kernels.softmax import pallas_tpu
-from ejkernel.kernels.softmax.pallas_tpu_cost import costs
 from ejkernel.kernels.softmax.spec import Band, Spec
 from ejkernel.ops import Call, Target
 
@@ -35,7 +35,7 @@ def _rows(batch: int, length: int, width: int) -> Iterator[Row]:
             spec = Spec(scale=dim**-0.5, band=Band(None, 0 if causal else None))
             call = Call(spec, {"query": array, "key": array, "value": array}, Target("tpu", kind, "tpu"))
             config = pallas_tpu.default_config(call)
-            times = {cost.kernel: 1e3 * cost.seconds(chip) for cost in costs(call, config)}
+            times = {cost.kernel: 1e3 * cost.seconds(chip) for cost in costs(pallas_tpu.IMPLEMENTATION, call, config)}
             yield Row(chip, dim, causal, config, times)
 
 

@@ -8,8 +8,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from ejkernel.kernels.common.pallas_tpu import Chip
-from ejkernel.kernels.softmax.pallas_tpu import Config, backward, forward
-from ejkernel.ops import Call
+from ejkernel.ops import Call, Implementation
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,14 @@ class Cost:
         return max(self.flops * idle / chip.flops, self.bytes / chip.bandwidth)
 
 
-def costs(call: Call, config: Config) -> list[Cost]:
-    """The cost of each kernel of a call's forward and backward; arrays may be shapes alone."""
+def costs(implementation: Implementation, call: Call, config: Any) -> list[Cost]:
+    """The cost of each kernel of a call's forward and backward, in that order; arrays may be shapes alone."""
+    assert implementation.backward is not None
+    backward = implementation.backward
 
     def both(arrays: Any) -> Any:
         given = Call(call.spec, arrays, call.target)
-        outputs, residuals = forward(given, config)
+        outputs, residuals = implementation.forward(given, config)
         return outputs, backward(given, residuals, outputs, config)
 
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.arrays.items()}
