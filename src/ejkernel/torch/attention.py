@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ejkernel.checks.options import flag, static_int
 from ejkernel.torch.inputs import (
+    FLOATS,
     Inputs,
     Lengths,
     check_shapes,
@@ -19,11 +20,21 @@ from ejkernel.torch.inputs import (
     prepared,
     scale_of,
 )
-from ejkernel.torch.operation import Options, attend
+from ejkernel.torch.operation import Options, attend, is_plain
 from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, local_stride
 from ejkernel.types import BlockPattern
 
 _QKV = ("q", "k", "v")
+_MOST_CHECKED = 64
+
+
+def _sign(q: Any, k: Any, v: Any, sm_scale: Any) -> Any:
+    """All that the checks of a call without lengths depend on; None for what always needs them."""
+    if not is_plain(q, k, v) or q.dtype not in FLOATS:
+        return None
+    if q.is_meta or torch.is_autocast_enabled(q.device.type) or not isinstance(sm_scale, float | None):
+        return None
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, sm_scale
 
 
 class SparseAttention(torch.nn.Module):
@@ -69,6 +80,7 @@ class SparseAttention(torch.nn.Module):
         self.causal = flag("causal", causal)
         self.seq_dim = seq_dim
         self.pattern = Pattern.of(as_blocks(sparse_pattern), self.block_size)
+        self._checked: dict[Any, Options] = {}  # by what the checks of a call depend on
         if not BlockPattern(self.pattern.blocks, self.block_size).is_kv_cache_efficient():
             warnings.warn(
                 "sparse_pattern shows later tokens blocks that it hid from earlier ones: a key-value cache cannot drop "
@@ -113,6 +125,10 @@ class SparseAttention(torch.nn.Module):
             seqlens: `(B,)`: how many real tokens a row has behind its left padding, those of the cache when decoding.
             return_lse: also return the log-sum-exp of the logits, float32 `(B, H, T)`, or `(H, tokens)`.
         """
+        alone = cu_seqlen_k is cu_seqlen_q is left_paddings is seqlens is None
+        sign = _sign(q, k, v, sm_scale) if alone and not torch.compiler.is_compiling() else None
+        if sign in self._checked:  # the checks below would find the same
+            return self._finished(Inputs(*self._by_length(q, k, v), Lengths()), self._checked[sign], False, return_lse)
         q, k, v = prepared(_QKV, q, k, v)
         packed = q.dim() == 3
         if packed != (cu_seqlen_k is not None):
@@ -122,9 +138,9 @@ class SparseAttention(torch.nn.Module):
             raise ValueError("cu_seqlen_q needs cu_seqlen_k")
         if packed and (left_paddings is not None or seqlens is not None):
             raise ValueError("packed sequences have no padding: left_paddings and seqlens need q, k, v of 4 dimensions")
-        heads_first = self.seq_dim == 2 and not packed
-        query, key, value = (x[None] if packed else x.transpose(1, 2) if heads_first else x for x in (q, k, v))
-        layout = "the layout is " + ("(batch, heads, length, dim)" if heads_first else "(batch, length, heads, dim)")
+        query, key, value = (q[None], k[None], v[None]) if packed else self._by_length(q, k, v)
+        first = self.seq_dim == 2 and not packed
+        layout = "the layout is " + ("(batch, heads, length, dim)" if first else "(batch, length, heads, dim)")
         check_shapes(_QKV, query, key, value, layout)
         self._check_pattern(query, key, packed)
         if packed:
@@ -138,10 +154,19 @@ class SparseAttention(torch.nn.Module):
             block_m=self.block_m or 0,
             block_n=self.block_n or 0,
         )
-        out, lse = attend(Inputs(query, key, value, lengths), None, options)
+        if sign is not None:
+            self._checked = {**self._checked, sign: options} if len(self._checked) < _MOST_CHECKED else {sign: options}
+        return self._finished(Inputs(query, key, value, lengths), options, packed, return_lse)
+
+    def _by_length(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, length, heads, dim)."""
+        return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if self.seq_dim == 2 else (q, k, v)
+
+    def _finished(self, inputs: Inputs, options: Options, packed: bool, return_lse: bool) -> Any:
+        out, lse = attend(inputs, None, options)
         if packed:
             out, lse = out[0], lse[0]
-        elif heads_first:
+        elif self.seq_dim == 2:
             out = out.transpose(1, 2)
         return (out, lse) if flag("return_lse", return_lse) else out
 

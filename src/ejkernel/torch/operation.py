@@ -41,14 +41,23 @@ def attend(inputs: Inputs, sinks: Tensor | None, options: Options) -> tuple[Tens
     query, key, value, lengths = inputs
     if query.shape[0] == 0:
         return _nothing(inputs)
-    if torch.compiler.is_compiling() or query.is_meta or not _plain(query, key, value):
+    if torch.compiler.is_compiling() or query.is_meta or not is_plain(query, key, value):
         return torch.ops.ejkernel.attention(query, key, value, sinks, *lengths, *options)
-    function = _Transformed if torch._C._are_functorch_transforms_active() else _Attention
-    return function.apply(query, key, value, sinks, *lengths, options)  # pyright: ignore[reportReturnType]
+    tensors = (query, key, value, sinks, *lengths)
+    if torch._C._are_functorch_transforms_active():
+        return _Transformed.apply(*tensors, options)  # pyright: ignore[reportReturnType]
+    trained = query.requires_grad or key.requires_grad or value.requires_grad
+    if torch.is_grad_enabled() and (trained or (sinks is not None and sinks.requires_grad)):
+        return _Attention.apply(*tensors, options)  # pyright: ignore[reportReturnType]
+    return run_forward(tensors, options)  # at no cost of autograd's
 
 
-def _plain(*tensors: Tensor) -> bool:
-    return all(x.__class__ is Tensor or x.__class__ is torch.nn.Parameter for x in tensors)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(query: Any, key: Any, value: Any) -> bool:
+    """Whether these are tensors as such, with memory of their own, and not of some class that stands for them."""
+    return query.__class__ in _PLAIN and key.__class__ in _PLAIN and value.__class__ in _PLAIN
 
 
 def _nothing(inputs: Inputs) -> tuple[Tensor, Tensor]:
