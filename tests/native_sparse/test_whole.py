@@ -159,6 +159,13 @@ def test_explain_shows_every_call():
     assert "needs an NVIDIA GPU" in str(forced)
 
 
+@pytest.mark.parametrize(("heads", "order"), [(16, "by queries: 4 neighbouring"), (1, "by keys: a group of 1 would")])
+def test_explain_says_which_order_and_why(heads, order):
+    tokens = [jax.ShapeDtypeStruct((1, 512, n, 64), "bfloat16") for n in (heads, 1, 1)]
+    indices = jax.ShapeDtypeStruct((1, 512, 1, 4), "int32")
+    assert order in str(explain(selected_attention, *tokens, indices, device="h200"))
+
+
 def test_leading_dimensions():
     given = arrays()
     out = native_sparse_attention(**given, **OPTIONS)

@@ -50,6 +50,8 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
         for part in answer.parts or (answer,):
             name = f"{part.operation}, {part.platform}: " if answer.parts else ""
             console.print(f"{name}config: {part.config} (from {part.config_source})", markup=False)
+            if part.remark:
+                console.print(part.remark, markup=False)
         if (other := answer.gradient) is not None:
             console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)

@@ -186,7 +186,8 @@ def _choose_from(
     if source not in ("cfg=", "use_config") and tuning.active() and not explaining():
         config, source = tuning.tune(operation, implementation, chosen, call), "autotune"
     plan = Plan(operation, implementation, config, call.spec, call.target, implicit=_implicit(call))
-    return plan, Explanation(operation.name, call.target, chosen, config, source, reason, refused)
+    told = Explanation(operation.name, call.target, chosen, config, source, reason, refused)
+    return plan, replace(told, remark=implementation.remark(call, config))
 
 
 def _implicit(call: Call) -> bool:

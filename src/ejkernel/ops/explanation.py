@@ -18,6 +18,7 @@ class Explanation:
 
     `gradient` says the same of its gradient, where that is another platform's or one was passed over for it.
     `parts` are the explanations of the calls that a function makes, where it makes several.
+    `remark` is what the implementation says of its config.
     """
 
     operation: str
@@ -29,6 +30,7 @@ class Explanation:
     refusals: dict[str, list[str]]
     gradient: "Explanation | None" = None
     parts: "tuple[Explanation, ...]" = ()
+    remark: str = ""
 
     @property
     def avoided(self) -> dict[str, list[str]]:
@@ -42,6 +44,8 @@ class Explanation:
             return "\n".join([*lines, *(f"  {line}" for part in self.parts for line in str(part).splitlines())])
         if self.config is not None:
             lines.append(f"  config: {self.config} (from {self.config_source})")
+        if self.remark:
+            lines.append(f"  {self.remark}")
         if (other := self.gradient) is not None:
             lines.append(f"  its gradient: {other.platform or 'none'} ({other.reason})")
             if other.platform is not None:

@@ -85,6 +85,10 @@ def _takes_any_config(call: Call, config: Any) -> list[str]:
     return []
 
 
+def _no_remark(call: Call, config: Any) -> str:
+    return ""
+
+
 @dataclass(eq=False)
 class Implementation:
     """How one platform does an operation. A platform's file makes one, called `IMPLEMENTATION`.
@@ -105,6 +109,7 @@ class Implementation:
             computes everything.
         deterministic: whether the backward gives the same bits every run.
         deterministic_by_xla: whether it does so at least with XLA's `--xla_gpu_deterministic_ops`.
+        remark: what `explain` says of a config beside its fields: why it is that one, say.
     """
 
     Config: type
@@ -118,6 +123,7 @@ class Implementation:
     residuals: Mapping[str, str] = field(default_factory=dict)
     deterministic: bool = True
     deterministic_by_xla: bool = False
+    remark: Callable[[Call, Any], str] = _no_remark
 
 
 def _no_probes() -> dict[str, Call]:

@@ -81,6 +81,15 @@ def default_config(call: Call) -> Config:
     return Config(order, rows=tile, block_k=tile, stages=2 if tile == 64 else 1)
 
 
+def remark(call: Call, config: Config) -> str:
+    """Which order, and why."""
+    G = dimensions(call).G
+    if config.order == "queries":
+        shared = f"{_queries(call, config)} neighbouring queries with their {G} heads walk the union of their blocks"
+        return f"by queries: {shared}, which pays where heads fill a tile or neighbours choose alike"
+    return f"by keys: a group of {G} would not fill a tile, so that the queries of a block do"
+
+
 def search_space(call: Call) -> list[Config]:
     base = default_config(call)
     tiles = [(rows, keys, w, s) for rows in (32, 64, 128) for keys in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
@@ -272,5 +281,5 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
 
 
 IMPLEMENTATION = Implementation(
-    Config, unsupported, default_config, search_space, forward, backward, unsupported_config
+    Config, unsupported, default_config, search_space, forward, backward, unsupported_config, remark=remark
 )
