@@ -63,9 +63,7 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     spec, T, S = call.spec, call["query"].shape[1], call["key"].shape[1]
     where = places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows)
     keys, values = (_compressed(call, name, where.starts) for name in ("key", "value"))
-    ends = where.starts[:, None] + spec.block_size <= where.limits[..., None]
-    of_sequence = where.sequence[:, None] == where.first[..., None]
-    compressed = _attention(call, call["query"], keys, values, ends & of_sequence, dtype)
+    compressed = _attention(call, call["query"], keys, values, _whole_blocks(spec.block_size, where), dtype)
     parts = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
     if "block_indices" in call or "g_slc" in call:
         chosen = selection_call(call["query"], keys, compressed["lse"], where, scale=spec.scale, count=spec.count)
@@ -82,6 +80,23 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     gates = [call[name].astype(jnp.float32)[..., None] if name in call else 1.0 for name, _ in parts]
     terms = [gate * out.astype(jnp.float32) for gate, (_, out) in zip(gates, parts, strict=True)]
     return sum(terms[1:], terms[0]).astype(dtype)
+
+
+def select_whole(call: Call, dtype: Any = jnp.float32) -> jax.Array:
+    """The blocks (B, T, Hkv, count) of a call of `select_blocks`, in the form of a whole one."""
+    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
+    spec, T = call.spec, call["query"].shape[1]
+    S = T if "kv_lengths" not in call else max(T, spec.rows * spec.block_size)
+    where = places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows)
+    keys = call["compressed_key"]
+    lse = _attention(call, call["query"], keys, keys, _whole_blocks(spec.block_size, where), dtype)["lse"]
+    return select(selection_call(call["query"], keys, lse, where, scale=spec.scale, count=spec.count))
+
+
+def _whole_blocks(block_size: int, where: Places) -> jax.Array:
+    """(B|1, T, N): the blocks of a query's sequence that end where it does or before."""
+    ends = where.starts[:, None] + block_size <= where.limits[..., None]
+    return ends & (where.sequence[:, None] == where.first[..., None])
 
 
 def _compressed(call: Call, name: str, starts: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.about.family import Check
-from ejkernel.kernels.native_sparse.reference import native_sparse, reference
+from ejkernel.kernels.native_sparse.reference import native_sparse, reference, select_whole
 from ejkernel.ops import Call
 
 
@@ -42,6 +42,11 @@ def checks() -> list[Check]:
         _check(
             "a group of 16 heads", "selected_attention", _defined, "bfloat16", tokens(200, 16, 1, 64),
             chosen(200, 1, 2, 64),
+        ),
+        Check(
+            "8 blocks of 4", "select_blocks", select_whole, "float32",
+            {"query": (1, 100, 4, 64), "compressed_key": (1, 25, 2, 64)}, {}, {"block_counts": 8, "block_size": 4},
+            differentiable=False,
         ),
         _check(
             "three branches", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 64) | gates, {},
