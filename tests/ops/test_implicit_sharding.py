@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import modules
+from ejkernel.ops import implicit_sharding
 from ejkernel.types import MaskInfo
 from harness import normal
 from tolerances import assert_close
@@ -143,3 +144,46 @@ def check(sample: Sample, mesh: Mesh, allowed: frozenset[str] = frozenset({"all-
 @pytest.mark.parametrize("name", SAMPLES)
 def test_nothing_is_gathered(name):
     check(SAMPLES[name], mesh_of())
+
+
+def test_vmap_remat_and_scan():
+    """As in a model: mapped over something, checkpointed, layer after layer."""
+    arrays = {n: x[:, None] for n, x in SAMPLES["flash"].given().items()}
+    mesh = mesh_of()
+    split = NamedSharding(mesh, P("dp", None, None, "tp"))
+
+    def loss(arrays):
+        def layer(query, _):
+            attend = jax.vmap(lambda q, k, v: modules.flash_attention(q, k, v, causal=True, cfg=TILES))
+            return attend(query, arrays["key"], arrays["value"]), None
+
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer), arrays["query"], None, length=2)[0]).sum()
+
+    program = jax.jit(jax.grad(loss)).lower({n: jax.device_put(x, split) for n, x in arrays.items()}).compile()
+    assert collectives(program.as_text()) <= {"all-reduce"}
+    got = program({n: jax.device_put(x, split) for n, x in arrays.items()})
+    assert_close(got, jax.jit(jax.grad(loss))(arrays))
+
+
+def test_heads_that_do_not_divide_are_right():
+    """Three devices and four heads: what cannot be split is whole."""
+    sample = flash(QKV, dict.fromkeys(QKV, P()))
+    mesh = mesh_of((2, 3), ("dp", "tp"))
+
+    def run(arrays):
+        query = jax.lax.with_sharding_constraint(arrays["query"], NamedSharding(mesh, P("dp", None, None, None)))
+        return sample.run(arrays | {"query": query})
+
+    got, expected = jax.jit(run)(sample.placed(mesh)), jax.jit(sample.run)(sample.given())
+    assert_close(got, expected)
+
+
+def test_it_can_be_switched_off():
+    """For what custom partitioning cannot do: the program then has none."""
+    mesh = mesh_of()
+    sample = SAMPLES["flash"]
+    with implicit_sharding(False):
+        text = jax.jit(sample.run).lower(sample.placed(mesh)).as_text()
+    assert "CustomSPMDPartitioning" not in text
+    assert "CustomSPMDPartitioning" in jax.jit(lambda a: sample.run(a)).lower(sample.placed(mesh)).as_text()
+    assert "CustomSPMDPartitioning" not in jax.jit(lambda a: sample.run(a)).lower(sample.given()).as_text()

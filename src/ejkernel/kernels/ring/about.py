@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.about.family import Check, Family, PublicFunction
+from ejkernel.about.family import Check, Family, PublicFunction, Roofline
 from ejkernel.kernels.ring.run import attend
+from ejkernel.kernels.ring.scaling import table
 from ejkernel.kernels.ring.spec import canonicalise
 from ejkernel.kernels.softmax.about.checks import attention
 from ejkernel.kernels.softmax.about.sizes import arguments
@@ -37,10 +38,18 @@ def _checks() -> list[Check]:
     ]
 
 
+def _roofline(batch: int = 1, length: int = 8192, width: int = 4096) -> Roofline:
+    title = (
+        f"One hop of a causal ring, milliseconds: batch {batch}, {length} tokens on a device, heads * head_dim {width}"
+    )
+    return Roofline(title, table(batch, length, width))
+
+
 FAMILY = Family(
     name="ring",
     module=__name__,
     functions={"ring_attention": PublicFunction(ring_attention, canonicalise)},
     arguments=arguments,
     checks=_checks,
+    roofline=_roofline,
 )

@@ -20,7 +20,6 @@ from ejkernel.kernels.common.tiles import MASKED, Online
 from ejkernel.kernels.paged.merge import finished_part, merge, with_sinks
 from ejkernel.kernels.ring.layout import Hops, Part, part_of
 from ejkernel.kernels.ring.spec import Spec
-from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
 from ejkernel.kernels.softmax.spec import ARRAYS, Band
 from ejkernel.ops import Call
@@ -131,25 +130,6 @@ def _taken(part: Part, run: Any) -> jax.Array:
     return jnp.stack([jnp.asarray(start, jnp.int32) for start in part.starts])[run]
 
 
-def _some_visible(ring: Ring, arrays: Arrays) -> Any:
-    """Whether any query may see any key: a hop on which none does costs nothing."""
-    call = Call(ring.spec.softmax, arrays)
-    (_, t), (_, s) = arrays["query"].shape[:2], arrays["key"].shape[:2]
-    found = schedule.plan(call, t, s, "q")
-    if isinstance(found, schedule.Ranges):
-        return (jnp.asarray(found.bounds)[..., 3] > jnp.asarray(found.bounds)[..., 0]).any()
-    return (found.number[..., 1] > 0).any()
-
-
-def _if_visible(ring: Ring, arrays: Arrays, run: Any) -> Any:
-    """run(), or zeros (and -inf for lse) where nothing is visible."""
-    if "q_positions" not in arrays and "q_segments" not in arrays:
-        return run(arrays)
-    shapes = jax.eval_shape(run, arrays)
-    nothing = {n: jnp.full(x.shape, -jnp.inf if n == "lse" else 0, x.dtype) for n, x in shapes.items()}
-    return lax.cond(_some_visible(ring, arrays), run, lambda arrays: varying_like(nothing, arrays), arrays)
-
-
 class Way(NamedTuple):
     """Hops `first` to `last`, up or down; on hop 0 keys are at home."""
 
@@ -178,12 +158,8 @@ def _ways(ring: Ring) -> Iterator[Way]:
 def _absorb(ring: Ring, arrays: Arrays, state: Online, moving: Arrays, source: Any) -> Online:
     """The running softmax (B, t, H) after the keys that are here."""
 
-    def run(arrays: Arrays) -> Arrays:
-        outputs = forward(ring.plan, arrays)[0]
-        return {"out": outputs["out"], "lse": outputs["lse"]}
-
     def step(state: Online, piece: Piece) -> Online:
-        found = _if_visible(ring, piece.arrays, run)
+        found, _ = forward(ring.plan, piece.arrays)  # where nothing is visible, its schedule visits nothing
         part = finished_part(found["out"], found["lse"].swapaxes(1, 2))
         rows = jax.tree.map(lambda x: _rows(x, piece), state)
         both = merge(jax.tree.map(lambda *x: jnp.stack(x), rows, part))
@@ -259,14 +235,11 @@ def _gradients(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, moving:
     gradient = ring.plan.gradient or ring.plan
 
     def step(state: tuple[Arrays, Arrays], piece: Piece) -> tuple[Arrays, Arrays]:
-        def run(arrays: Arrays) -> Arrays:
-            of_rows = ({"out": _rows(x["out"], piece), "lse": _rows(x["lse"], piece, 2)} for x in back)
-            residuals, cotangents = of_rows
-            if not ring.spec.with_lse:
-                cotangents = {"out": cotangents["out"]}
-            return backward(gradient, arrays, residuals, cotangents)
-
-        found = _if_visible(ring, piece.arrays, run)
+        of_rows = ({"out": _rows(x["out"], piece), "lse": _rows(x["lse"], piece, 2)} for x in back)
+        residuals, cotangents = of_rows
+        if not ring.spec.with_lse:
+            cotangents = {"out": cotangents["out"]}
+        found = backward(gradient, piece.arrays, residuals, cotangents)
         found = {name: x.astype(jnp.float32) for name, x in found.items()}
         staying, travelling = state
         travelling = {n: _add(x, found[n], 0, piece.key) for n, x in travelling.items()}
