@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
@@ -39,7 +40,7 @@ def _none_swallowed() -> Iterator[None]:
     if not hasattr(signal, "setitimer"):  # not on Windows
         yield
         return
-    report, alarm = sys.unraisablehook, signal.signal(signal.SIGALRM, signal.default_int_handler)
+    report = sys.unraisablehook
 
     def raise_again(ignored: Any) -> None:
         if ignored.exc_type is KeyboardInterrupt:
@@ -47,6 +48,14 @@ def _none_swallowed() -> Iterator[None]:
         else:
             report(ignored)
 
+    def on_alarm(_: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code is raise_again.__code__:
+            # a slow machine is still in there, where an exception would be lost
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        else:
+            raise KeyboardInterrupt
+
+    alarm = signal.signal(signal.SIGALRM, on_alarm)
     sys.unraisablehook = raise_again
     try:
         yield
