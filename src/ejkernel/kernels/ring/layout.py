@@ -73,7 +73,13 @@ def to_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
 
 
 def from_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
-    """Tokens of the zigzag layout in their own order: undoes `to_zigzag`."""
+    """Tokens of the zigzag layout in their own order: undoes `to_zigzag`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import from_zigzag
+    >>> from_zigzag(jnp.array([[0, 3, 1, 2]]), 2).tolist()
+    [[0, 1, 2, 3]]
+    """
     x = jnp.asarray(x)
     length, axis = x.shape[axis], axis % x.ndim
     _check(length, devices)
