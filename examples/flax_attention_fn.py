@@ -21,7 +21,7 @@ def made(**options: object) -> nnx.MultiHeadAttention:
 
 
 @nnx.jit
-def loss_and_gradients(module: nnx.MultiHeadAttention, x: jax.Array, mask: jax.Array):
+def loss_and_gradients(module: nnx.MultiHeadAttention, x: jax.Array, mask: jax.Array | None):
     def loss(module: nnx.MultiHeadAttention) -> jax.Array:
         out = module(x, mask=mask)
         return jnp.mean(jnp.square(out[:, : T // 2]))  # the last tokens of the first row are padding
