@@ -2,7 +2,7 @@
 
 from ejkernel.bridge.compile import TARGETS, CompileReport, collect_launches, compile_for, compile_launches
 from ejkernel.bridge.launch import Launch
-from ejkernel.bridge.triton import triton_call
+from ejkernel.bridge.triton import triton_call, triton_call_by_name
 
 __all__ = [
     "TARGETS",
@@ -12,4 +12,5 @@ __all__ = [
     "compile_for",
     "compile_launches",
     "triton_call",
+    "triton_call_by_name",
 ]

@@ -70,6 +70,19 @@ def triton_call(
     return results[0] if single else tuple(results)
 
 
+def triton_call_by_name(
+    kernel: Any, given: Mapping[str, Any], *, aliases: Mapping[str, int] | None = None, **options: Any
+) -> Any:
+    """`triton_call` with those of the arguments `given` that the kernel's signature names, in its order.
+
+    `aliases` are arguments to output indices; all other options are those of `triton_call`.
+    """
+    values = {name: given[name] for name in kernel.arg_names if name in given}
+    numbers_of = {name: number for number, name in enumerate(values)}
+    shared = {numbers_of[name]: output for name, output in (aliases or {}).items()}
+    return triton_call(kernel, *values.values(), input_output_aliases=shared, **options)
+
+
 def _slot(argument: Any) -> Slot | int | float:
     if argument is None:
         return Slot.ABSENT

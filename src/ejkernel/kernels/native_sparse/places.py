@@ -9,6 +9,7 @@ import numpy as np
 
 from ejkernel.checks.arrays import concrete, cumulative_lengths, lengths_array
 from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.ops import Call
 from ejkernel.ops.autodiff import default_rules
 
 
@@ -54,6 +55,21 @@ def _places(T: int, S: int, block_size: int, rows: int, cu_seqlens: Any, kv_leng
     own = jnp.where(real, position // block_size, -1)
     limits = jnp.where(real, position + 1, 0)
     return Places(jnp.asarray(starts), jnp.zeros_like(own), own, limits, jnp.zeros_like(starts))
+
+
+def places_of(call: Call) -> tuple[Places, jax.Array | None]:
+    """The places of a whole call, or of one that only selects, and its packed sequences (N + 1,) if it has such."""
+    spec, T = call.spec, call["query"].shape[1]
+    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
+    # without keys, a cache has as many as there are blocks for
+    S = (
+        call["key"].shape[1]
+        if "key" in call
+        else T
+        if "kv_lengths" not in call
+        else max(T, spec.rows * spec.block_size)
+    )
+    return places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows), cu
 
 
 def block_rows(S: int, block_size: int, cu_seqlens: Any = None) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.native_sparse import spec as selected
-from ejkernel.kernels.native_sparse.places import Places, places
+from ejkernel.kernels.native_sparse.places import Places, places_of
 from ejkernel.kernels.native_sparse.selection import assembled, free_blocks, selection_call
 from ejkernel.kernels.native_sparse.spec import dimensions, table_rows
 from ejkernel.kernels.softmax import reference as softmax
@@ -59,9 +59,8 @@ def select(call: Call) -> jax.Array:
 
 def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     """out (B, T, H, Dv) of a whole call, from the definitions of its steps."""
-    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
-    spec, T, S = call.spec, call["query"].shape[1], call["key"].shape[1]
-    where = places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows)
+    spec, S = call.spec, call["key"].shape[1]
+    where, cu = places_of(call)
     keys, values = (_compressed(call, name, where.starts) for name in ("key", "value"))
     compressed = _attention(call, call["query"], keys, values, _whole_blocks(spec.block_size, where), dtype)
     parts = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
@@ -84,11 +83,7 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
 
 def select_whole(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     """The blocks (B, T, Hkv, count) of a call of `select_blocks`, in the form of a whole one."""
-    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
-    spec, T = call.spec, call["query"].shape[1]
-    S = T if "kv_lengths" not in call else max(T, spec.rows * spec.block_size)
-    where = places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows)
-    keys = call["compressed_key"]
+    spec, (where, _), keys = call.spec, places_of(call), call["compressed_key"]
     lse = _attention(call, call["query"], keys, keys, _whole_blocks(spec.block_size, where), dtype)["lse"]
     return select(selection_call(call["query"], keys, lse, where, scale=spec.scale, count=spec.count))
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import concrete, float_array, integers
+from ejkernel.checks.arrays import concrete, integers
 from ejkernel.checks.options import flag, number, static_int
 from ejkernel.checks.values import check_rows
 from ejkernel.kernels.common.batch import folded, folded_broadcast, unfolded
 from ejkernel.kernels.native_sparse.places import Places, check_lengths, places
-from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits
+from ejkernel.kernels.softmax.spec import checked_tokens, joined_sinks, sink_logits
 from ejkernel.ops import Call, Dims
 from ejkernel.ops.autodiff import default_rules
 
@@ -79,7 +79,7 @@ def canonicalise(
     return_lse: bool = False,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
-    query, key, value = check_tokens(query, key, value)
+    query, key, value, *_ = checked_tokens(query, key, value)
     B, T, H, D = query.shape
     _, S, Hkv, _ = key.shape
     block_size = static_int("block_size", block_size, 1)
@@ -100,33 +100,6 @@ def canonicalise(
     scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     spec = Spec(scale, block_size, flag("return_lse", return_lse))
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
-
-
-_LAYOUT = "the layout is (batch, length, heads, head_dim)"
-
-
-def check_tokens(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values that fit each other, with one batch dimension."""
-    found = {"query": float_array("query", query), "key": float_array("key", key), "value": float_array("value", value)}
-    for name, x in found.items():
-        if x.ndim < 3 or x.ndim != found["query"].ndim:
-            raise ValueError(f"{name} {x.shape} must have the 4 dimensions of query {query.shape}; {_LAYOUT}")
-        if x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{name} {x.shape} must have the batch of query {query.shape}; {_LAYOUT}")
-        if 0 in x.shape[-3:]:
-            raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
-        if x.dtype != found["query"].dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
-    query, key, value = (folded(x) for x in found.values())
-    _, _, H, D = query.shape
-    _, S, Hkv, _ = key.shape
-    if key.shape[3] != D:
-        raise ValueError(f"head_dim of key {key.shape} must be that of query {query.shape}: {D}")
-    if value.shape[1:3] != (S, Hkv):
-        raise ValueError(f"value {value.shape} must have the length and heads of key {key.shape}; {_LAYOUT}")
-    if H % Hkv:
-        raise ValueError(f"query heads {H=} must be a multiple of key heads {Hkv=}; {_LAYOUT}")
-    return query, key, value
 
 
 def checked_indices(block_indices: Any, rows: tuple[int, int, int]) -> jax.Array:

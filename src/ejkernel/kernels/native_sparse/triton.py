@@ -138,6 +138,7 @@ class _Launch:
             BD=power_of_two(dims.D, 16),
             BDV=power_of_two(dims.Dv, 16),
             K=dims.K,
+            KP=power_of_two(dims.K),
             BS=call.spec.block_size,
             PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
             STARTS_B=call["starts"].shape[0] > 1,
@@ -148,26 +149,28 @@ class _Launch:
         )
 
     def run(
-        self, kernel: Any, grid: tuple[int, ...], out_shape: Any, *, aliases: Any = None, warps: int = 0, **more: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        out_shape: Any,
+        *,
+        aliases: Any = None,
+        warps: int | None = None,
+        careful: bool = False,
+        **more: Any,
     ) -> Any:
         """Launch a kernel with the arguments its signature names."""
-        from ejkernel.bridge import triton_call
+        from ejkernel.bridge import triton_call_by_name
 
-        careful = more.pop("GUARD", False)
-        constexprs = {name: more.pop(name) for name in list(more) if name.isupper()}
-        given = {**self.values, **more}
-        values = {name: given[name] for name in kernel.arg_names if name in given}
-        names = list(values)
-        return triton_call(
+        return triton_call_by_name(
             kernel,
-            *values.values(),
+            {**self.values, **more},
+            aliases=aliases,
             out_shape=out_shape,
             grid=grid,
             num_warps=warps or self.config.warps,
             num_stages=1 if careful else self.config.stages,
-            input_output_aliases={names.index(n): i for n, i in (aliases or {}).items()},
             C=replace(self.constants, GUARD=careful),
-            **constexprs,
         )
 
     def run_twice(self, kernel: Any, grid: tuple[int, int], outputs: dict[str, Any], **more: Any) -> list[jax.Array]:
@@ -178,7 +181,7 @@ class _Launch:
         old = dict(zip(absent, found, strict=True))
         shapes = [*outputs.values(), jax.ShapeDtypeStruct((1,), jnp.int32)]
         aliases = {name: number for number, name in enumerate(old)}
-        return self.run(kernel, grid, shapes, aliases=aliases, **more, **old, p_flags=flags, GUARD=True)[:-1]
+        return self.run(kernel, grid, shapes, aliases=aliases, **more, **old, p_flags=flags, careful=True)[:-1]
 
 
 class _ByQueries:
@@ -194,15 +197,14 @@ class _ByQueries:
             call, config, BQ=queries, BK=config.block_k, ENTRIES=entries, MEMBERS=joined and queries > 1
         )
         self.grid = tiles, dims.B * dims.Hkv
-        self.lists = self._joined(call) if joined else self._as_they_are(call)
+        self.lists = self._joined() if joined else self._as_they_are(call)
 
-    def _joined(self, call: Call) -> Arrays:
+    def _joined(self) -> Arrays:
         from ejkernel.kernels.native_sparse.triton_tiles import union_kernel
 
         number = jax.ShapeDtypeStruct(self.grid[::-1], jnp.int32)
         table = jax.ShapeDtypeStruct((*number.shape, self.launch.constants.ENTRIES), jnp.int32)
-        K = dimensions(call).K
-        found = self.launch.run(union_kernel, self.grid, [number, table, table], warps=1, BK_PADDED=power_of_two(K))
+        found = self.launch.run(union_kernel, self.grid, [number, table, table], warps=1)
         return dict(zip(("p_number", "p_list", "p_members"), found, strict=True))
 
     def _as_they_are(self, call: Call) -> Arrays:

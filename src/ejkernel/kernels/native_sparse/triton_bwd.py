@@ -7,8 +7,10 @@ from ejkernel.kernels.common.triton_tiles import LOG2_E, has_nan
 from ejkernel.kernels.native_sparse.triton_tiles import (
     entries_at,
     head_of,
+    item_keys,
     listed_keys,
     load_tile,
+    query_rows,
     seen_by,
     store_tile,
     tile_keys,
@@ -29,12 +31,7 @@ def dq_kernel(
     if C.GUARD:
         if tl.load(p_flags + i_row) == 0:
             return
-    R: tl.constexpr = C.BQ * C.GP
-    o_t = i_t * C.BQ + tl.arange(0, R) // C.GP
-    o_h, m_h = head_of(i_hk, C)
-    m_row = m_h & (o_t < T)
-    o_row = (i_b.to(tl.int64) * T + o_t) * C.H + o_h
-    b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
+    o_t, o_h, m_row, o_row, b_limit = query_rows(p_limits, i_t, i_b, i_hk, T, C)
     p_starts += i_b * N * C.STARTS_B
     p_list += i_row.to(tl.int64) * C.ENTRIES
     p_members += i_row.to(tl.int64) * C.ENTRIES
@@ -44,7 +41,7 @@ def dq_kernel(
     o_term = (i_b * C.H + o_h).to(tl.int64) * T + o_t
     b_lse = tl.load(p_lse + o_term, mask=m_row, other=float("inf"))
     b_delta = tl.load(p_delta + o_term, mask=m_row, other=0.0)
-    b_dq = tl.full([R, C.BD], 0.0, tl.float32)
+    b_dq = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
     o_head = i_b.to(tl.int64) * S * C.HK + i_hk
     for n in range(tl.cdiv(n_blocks * C.BS, C.BK)):
         o_k, m_k, b_members = listed_keys(p_list, p_members, p_starts, n, n_blocks, S, C)
@@ -78,15 +75,7 @@ def dkv_kernel(
     if C.GUARD:
         if tl.load(p_flags + i_row) == 0:
             return
-    p_items += i_row.to(tl.int64) * 3
-    i_tile = tl.load(p_items)
-    i_first = tl.load(p_items + 1)
-    i_last = tl.load(p_items + 2)
-    o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, i_tile, N, S, C)
-    o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
-    # (BK, BD) and (BK, BDV)
-    b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
-    b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
+    i_first, i_last, o_k, m_k, b_k, b_v = item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C)
     b_dk = tl.full([C.BK, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BK, C.BDV], 0.0, tl.float32)
     o_h, m_h = head_of(i_hk, C)

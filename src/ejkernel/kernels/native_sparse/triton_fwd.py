@@ -7,15 +7,18 @@ which may have leaked from a hidden value: 0 * nan is nan.
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, has_nan
+from ejkernel.kernels.common.triton_tiles import LOG2_E, has_nan
 from ejkernel.kernels.native_sparse.triton_tiles import (
     entries_at,
+    first_softmax,
     head_of,
+    item_keys,
     listed_keys,
     load_tile,
+    query_rows,
     seen_by,
+    store_answer,
     store_tile,
-    tile_keys,
     weighted_sum,
 )
 
@@ -33,26 +36,16 @@ def forward_kernel(
     if C.GUARD:
         if tl.load(p_flags + i_row) == 0:
             return
-    R: tl.constexpr = C.BQ * C.GP
-    o_t = i_t * C.BQ + tl.arange(0, R) // C.GP
-    o_h, m_h = head_of(i_hk, C)
-    m_row = m_h & (o_t < T)
-    o_row = (i_b.to(tl.int64) * T + o_t) * C.H + o_h
-    b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
+    o_t, o_h, m_row, o_row, b_limit = query_rows(p_limits, i_t, i_b, i_hk, T, C)
     p_starts += i_b * N * C.STARTS_B
     p_list += i_row.to(tl.int64) * C.ENTRIES
     p_members += i_row.to(tl.int64) * C.ENTRIES
     n_blocks = tl.load(p_number + i_row)
     # (R, BD)
     b_q = load_tile(p_q, o_row, m_row, C.D, C.BD)
-    # (R,) running maximum in units of log2, running sum
-    b_top = tl.full([R], float("-inf"), tl.float32)
-    b_sum = tl.full([R], 0.0, tl.float32)
-    if C.SINKS:
-        b_top = tl.load(p_sinks + i_b * C.H * C.SINKS_B + o_h, mask=m_h, other=float("-inf")) * LOG2_E
-        b_sum += tl.where(b_top > float("-inf"), 1.0, 0.0)
+    b_top, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
     # (R, BDV)
-    b_out = tl.full([R, C.BDV], 0.0, tl.float32)
+    b_out = tl.full([C.BQ * C.GP, C.BDV], 0.0, tl.float32)
     o_head = i_b.to(tl.int64) * S * C.HK + i_hk
     for n in range(tl.cdiv(n_blocks * C.BS, C.BK)):
         o_k, m_k, b_members = listed_keys(p_list, p_members, p_starts, n, n_blocks, S, C)
@@ -73,12 +66,7 @@ def forward_kernel(
         # (BK, BDV)
         b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
         b_out = weighted_sum(b_p, b_v, m_seen, b_out * b_shrink[:, None], C)
-    m_some = b_sum != 0.0
-    b_total = tl.where(m_some, b_sum, 1.0)
-    b_out /= b_total[:, None]
-    store_tile(p_out, b_out, o_row, m_row, C.DV, C.BDV)
-    b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
-    tl.store(p_lse + (i_b * C.H + o_h).to(tl.int64) * T + o_t, b_lse, mask=m_row)
+    b_out = store_answer(p_out, p_lse, b_out, b_top, b_sum, o_row, m_row, i_b, o_h, o_t, T, C)
     if not C.GUARD:
         tl.store(p_bad + i_row + tl.arange(0, 1), has_nan(b_out))
 
@@ -98,15 +86,7 @@ def partial_kernel(
         if tl.load(p_flags + i_row) == 0:
             return
     R: tl.constexpr = C.BQ * C.GP
-    p_items += i_row.to(tl.int64) * 3
-    i_tile = tl.load(p_items)
-    i_first = tl.load(p_items + 1)
-    i_last = tl.load(p_items + 2)
-    o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, i_tile, N, S, C)
-    o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
-    # (BK, BD) and (BK, BDV)
-    b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
-    b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
+    i_first, i_last, o_k, m_k, b_k, b_v = item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C)
     o_h, m_h = head_of(i_hk, C)
     b_bad = tl.full([1], 0, tl.int32)
     for i_entry in range(i_first, i_last, C.BQ):
@@ -144,11 +124,7 @@ def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.
     o_t = i_t * C.BQ + tl.arange(0, R) // C.GP
     o_h, m_h = head_of(i_hk, C)
     m_row = m_h & (o_t < T)
-    b_top = tl.full([R], float("-inf"), tl.float32)
-    b_sum = tl.full([R], 0.0, tl.float32)
-    if C.SINKS:
-        b_top = tl.load(p_sinks + i_b * C.H * C.SINKS_B + o_h, mask=m_h, other=float("-inf")) * LOG2_E
-        b_sum += tl.where(b_top > float("-inf"), 1.0, 0.0)
+    b_top, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
     b_out = tl.full([R, C.BDV], 0.0, tl.float32)
     o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K
     o_part = (i_bh.to(tl.int64) * T + o_t) * C.K
@@ -165,8 +141,5 @@ def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.
         b_top = b_new
         b_x = load_tile(p_part, o_row, m_part, C.DV, C.BDV).to(tl.float32)
         b_out = b_out * b_shrink[:, None] + b_x * b_weight[:, None]
-    m_some = b_sum != 0.0
-    b_total = tl.where(m_some, b_sum, 1.0)
-    store_tile(p_out, b_out / b_total[:, None], (i_b.to(tl.int64) * T + o_t) * C.H + o_h, m_row, C.DV, C.BDV)
-    b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
-    tl.store(p_lse + (i_b * C.H + o_h).to(tl.int64) * T + o_t, b_lse, mask=m_row)
+    o_answer = (i_b.to(tl.int64) * T + o_t) * C.H + o_h
+    store_answer(p_out, p_lse, b_out, b_top, b_sum, o_answer, m_row, i_b, o_h, o_t, T, C)

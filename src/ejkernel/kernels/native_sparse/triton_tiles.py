@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.common.triton_tiles import guarded_dot
+from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, guarded_dot
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Constants:
     Attributes:
         G, GP: query heads of a key head, and the power of two they are padded to.
         BD, BDV: head dims of a tile, powers of two.
-        K: blocks that a query selects.
+        K, KP: blocks that a query selects, and the power of two they are padded to.
         BS: keys of a block.
         BQ: queries of a tile, each with its GP heads.
         BK: keys of a tile.
@@ -35,6 +35,7 @@ class Constants:
     BD: int
     BDV: int
     K: int
+    KP: int
     BS: int
     BQ: int
     BK: int
@@ -72,6 +73,51 @@ def head_of(i_hk, C: tl.constexpr):
     """(BQ * GP,): the query head of each row, and whether there is one."""
     o_g = tl.arange(0, C.BQ * C.GP) % C.GP
     return i_hk * C.G + o_g, o_g < C.G
+
+
+@triton.jit
+def query_rows(p_limits, i_t, i_b, i_hk, T, C: tl.constexpr):
+    """Of a tile's queries and heads, (BQ * GP,) each: query, head, which exist, row, the key behind the last seen."""
+    o_t = i_t * C.BQ + tl.arange(0, C.BQ * C.GP) // C.GP
+    o_h, m_h = head_of(i_hk, C)
+    m_row = m_h & (o_t < T)
+    b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
+    return o_t, o_h, m_row, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, b_limit
+
+
+@triton.jit
+def first_softmax(p_sinks, i_b, o_h, m_row, C: tl.constexpr):
+    """(BQ * GP,) the running maximum, in units of log2, and the running sum before any key: those of the sinks."""
+    b_top = tl.full([C.BQ * C.GP], float("-inf"), tl.float32)
+    b_sum = tl.full([C.BQ * C.GP], 0.0, tl.float32)
+    if C.SINKS:
+        b_top = tl.load(p_sinks + i_b * C.H * C.SINKS_B + o_h, mask=m_row, other=float("-inf")) * LOG2_E
+        b_sum += tl.where(b_top > float("-inf"), 1.0, 0.0)
+    return b_top, b_sum
+
+
+@triton.jit
+def store_answer(p_out, p_lse, b_out, b_top, b_sum, o_row, m_row, i_b, o_h, o_t, T, C: tl.constexpr):
+    """Weighted values over their sum, and lse; zeros and -inf where nothing was seen. Returns what is stored."""
+    m_some = b_sum != 0.0
+    b_total = tl.where(m_some, b_sum, 1.0)
+    b_out /= b_total[:, None]
+    store_tile(p_out, b_out, o_row, m_row, C.DV, C.BDV)
+    b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
+    tl.store(p_lse + (i_b * C.H + o_h).to(tl.int64) * T + o_t, b_lse, mask=m_row)
+    return b_out
+
+
+@triton.jit
+def item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C: tl.constexpr):
+    """Of an item, its first and last entry, and the keys of its tile: numbers, which exist, rows of k and v."""
+    p_items += i_row.to(tl.int64) * 3
+    o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, tl.load(p_items), N, S, C)
+    o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
+    # (BK, BD) and (BK, BDV)
+    b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
+    b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
+    return tl.load(p_items + 1), tl.load(p_items + 2), o_k, m_k, b_k, b_v
 
 
 @triton.jit
@@ -155,14 +201,14 @@ def weighted_sum(b_w, b_rows, m_seen, b_acc, C: tl.constexpr):
 
 
 @triton.jit
-def union_kernel(p_indices, T, p_number, p_list, p_members, C: tl.constexpr, BK_PADDED: tl.constexpr):
+def union_kernel(p_indices, T, p_number, p_list, p_members, C: tl.constexpr):
     """The blocks that some query of a tile selected, rising, and a bit for each query that did."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
-    o_q, o_n = tl.arange(0, C.BQ), tl.arange(0, BK_PADDED)
+    o_q, o_n = tl.arange(0, C.BQ), tl.arange(0, C.KP)
     o_t = i_t * C.BQ + o_q
     p_tile = p_indices + ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk)[:, None] * C.K + o_n[None, :]
-    # (BQ, BK_PADDED)
+    # (BQ, KP)
     b_block = tl.load(p_tile, mask=(o_t < T)[:, None] & (o_n < C.K)[None, :], other=-1)
     i_row = i_bh * tl.num_programs(0) + i_t
     p_list += i_row.to(tl.int64) * C.ENTRIES

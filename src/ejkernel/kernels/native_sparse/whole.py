@@ -16,7 +16,7 @@ from ejkernel.checks.options import number, static_int
 from ejkernel.kernels.common.batch import folded, folded_broadcast
 from ejkernel.kernels.native_sparse import spec as selected
 from ejkernel.kernels.native_sparse.operations import SELECT_BLOCKS, SELECTED_ATTENTION, SPLITS
-from ejkernel.kernels.native_sparse.places import Places, block_rows, check_lengths, places
+from ejkernel.kernels.native_sparse.places import Places, block_rows, check_lengths, places_of
 from ejkernel.kernels.native_sparse.selection import selection_call
 from ejkernel.kernels.pooling import spec as pooling
 from ejkernel.kernels.pooling.operations import MEAN_POOLING
@@ -80,8 +80,7 @@ def canonicalise(
     softmax_scale: Any = None,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
-    batch = query.shape[:-3]
-    query, key, value = selected.check_tokens(query, key, value)
+    query, key, value, batch, _ = softmax.checked_tokens(query, key, value)
     B, T, H, D = query.shape
     _, S, Hkv, Dv = value.shape
     block_size = static_int("block_size", block_size, 1)
@@ -173,9 +172,7 @@ def run_whole(call: Call, steps: Steps, shards: Shards) -> jax.Array:
 
 def branches(call: Call, steps: Steps) -> dict[str, jax.Array]:
     """out (B, T, H, Dv): the sum of the branches whose gates there are."""
-    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
-    T, S = call["query"].shape[1], call["key"].shape[1]
-    where = places(T, S, call.spec.block_size, cu, call.get("kv_lengths"), call.spec.rows)
+    where, cu = places_of(call)
     parts: list[tuple[Any, jax.Array]] = []
     choosing = "block_indices" not in call and "g_slc" in call
     lse = None
@@ -281,7 +278,7 @@ def selecting_call(
     softmax_scale: Any = None,
 ) -> Call:
     """Check a call of `select_blocks` and bring it to the form of a whole call, of which it is a part."""
-    query, key, _ = selected.check_tokens(query, compressed_key, compressed_key)
+    query, key, *_ = softmax.checked_tokens(query, compressed_key, compressed_key)
     B, T, _, D = query.shape
     block_size, count = static_int("block_size", block_size, 1), static_int("block_counts", block_counts, 1)
     S = T if kv_lengths is None else max(T, key.shape[1] * block_size)
@@ -302,10 +299,7 @@ def selecting_call(
 
 def run_selection(call: Call, steps: Steps) -> jax.Array:
     """The blocks (B, T, Hkv, count) that a whole call would select."""
-    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
-    (_, T), rows, size = call["query"].shape[:2], call.spec.rows, call.spec.block_size
-    S = T if "kv_lengths" not in call else max(T, rows * size)
-    where = places(T, S, size, cu, call.get("kv_lengths"), rows)
+    where, cu = places_of(call)
     lse = steps.run(FLASH_ATTENTION, _compressed_call(call, where, cu is not None), takes_cfg=False)["lse"]
     return steps.run(SELECT_BLOCKS, _selection(call, where, lse))["indices"]
 

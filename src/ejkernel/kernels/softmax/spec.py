@@ -115,10 +115,7 @@ def canonicalise(
     return_lse: bool = False,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
-    query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
-    batch = _check_batch(query, key, value)
-    query, key, value = folded(query), folded(key), folded(value)
-    dims = _check_shapes(query, key, value)
+    query, key, value, batch, dims = checked_tokens(query, key, value)
     offsets = _packed_offsets(dims, cum_seqlens_q, cum_seqlens_k)
     mask = _combined_mask(dims, mask_info, offsets)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -151,6 +148,23 @@ def canonicalise(
 
 
 _LAYOUT = "the layout is (batch, length, heads, head_dim)"
+
+
+class Checked(NamedTuple):
+    """Queries, keys and values that fit each other, with one batch dimension, and the ones they had."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    batch: Batch
+    dims: Dimensions
+
+
+def checked_tokens(query: Any, key: Any, value: Any) -> Checked:
+    query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
+    batch = _check_batch(query, key, value)
+    query, key, value = folded(query), folded(key), folded(value)
+    return Checked(query, key, value, batch, _check_shapes(query, key, value))
 
 
 def _check_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:

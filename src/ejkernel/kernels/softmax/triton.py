@@ -196,19 +196,16 @@ class _Launch:
 
     def run(self, kernel: Any, grid: tuple[int, ...], out_shape: Any, aliases: Any = None, **more: Any) -> Any:
         """Launch a kernel with the arguments its signature names."""
-        from ejkernel.bridge import triton_call
+        from ejkernel.bridge import triton_call_by_name
 
-        given = {**self.values, **more}
-        values = {name: given[name] for name in kernel.arg_names if name in given}
-        names = list(values)
-        return triton_call(
+        return triton_call_by_name(
             kernel,
-            *values.values(),
+            {**self.values, **more},
+            aliases=aliases,
             out_shape=out_shape,
             grid=grid,
             num_warps=self.tile.warps,
             num_stages=self.tile.stages,
-            input_output_aliases={names.index(n): i for n, i in (aliases or {}).items()},
             C=self.constants,
         )
 
