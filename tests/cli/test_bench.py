@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ejkernel.about import benchmark
 from ejkernel.about.benchmark import BOTH, FORWARD, Contender, jax_program
-from ejkernel.bench import measure, timing
+from ejkernel.bench import measure, report, timing
 from ejkernel.bench.contenders import all_contenders
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
 from ejkernel.bench.report import tuned
@@ -33,6 +33,7 @@ from ejkernel.kernels.softmax.about.cases import Case
 from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, explain, interpret
 from ejkernel.ops.tuned_files import user_file
+from process_tasks import die, halves, sleep
 
 CAUSAL = Case("dense", 1, 32, 2, 2, 8, "causal", "float32")
 DOCUMENTS = Case("masked", 1, 32, 4, 2, 8, "documents", "bfloat16", documents=4)
@@ -378,28 +379,76 @@ def test_samples_are_taken_in_turns():
 
 def test_a_process_that_dies_takes_nothing_with_it():
     items = deque([3, 4])
-    found = dict(spread(os._exit, items, 2, time.monotonic() + 60))
+    found = dict(spread(die, items, 2, time.monotonic() + 60))
     assert found == {code: Lost(f"its process ended with exit code {code}") for code in (3, 4)}
 
 
 def test_answers_of_processes_and_items_added_meanwhile():
-    items, found = deque([-1]), []
-    for item, answer in spread(abs, items, 1, float("inf")):
+    items, found = deque([4]), []
+    for item, answer in spread(halves, items, 1, float("inf")):
         found.append((item, answer))
-        items.extend([-2] if item == -1 else [])
-    assert found == [(-1, 1), (-2, 2)]
+        items.extend([8] if answer == 2 and item == 4 else [])
+    assert found == [(4, 2), (4, 1), (8, 4), (8, 2)]
 
 
 def test_no_process_outlives_the_deadline():
     start = time.monotonic()
-    assert list(spread(time.sleep, deque([50, 60]), 1, start + 2)) == [(50, TOO_LATE), (60, TOO_LATE)]
+    found = list(spread(sleep, deque([50, 60]), 1, start + 3))
+    assert found[-2:] == [(50, TOO_LATE), (60, TOO_LATE)]
     assert time.monotonic() - start < 20
 
 
 def test_a_case_in_a_process_of_its_own(tmp_path):
-    job = Job(SOFTMAX.module, "cpu", CAUSAL, None, [OURS], 1, str(tmp_path / "lock"))
-    (results,) = measure_in_processes([job], 2, time.monotonic() + 120)
+    job = Job(SOFTMAX.module, "cpu", CAUSAL, None, [OURS], 1, str(tmp_path / "lock"), float("inf"))
+    results = [r for some in measure_in_processes([job], 2, time.monotonic() + 120) for r in some]
     assert [(r.what, r.status) for r in results] == [(FORWARD, "ok"), (BOTH, "ok")]
+
+
+def test_what_was_measured_before_the_time_was_up_is_kept(monkeypatch):
+    def fake(task, queue, processes, deadline):
+        job = queue.popleft()
+        yield job, Measured([measure.Result(CAUSAL.name, FORWARD, "ours", "ok", milliseconds=1.0, alone=True)])
+        yield job, TOO_LATE
+
+    monkeypatch.setattr(measure, "spread", fake)
+    job = Job(SOFTMAX.module, "gpu", CAUSAL, None, ["ours", "slow"], 1, "", 0.0)
+    early, late = measure_in_processes([job], 2, 0.0)
+    assert [r.contender for r in early] == ["ours"]
+    assert [(r.contender, r.what, r.status) for r in late] == [
+        ("ours", BOTH, "skipped"),
+        ("slow", FORWARD, "skipped"),
+        ("slow", BOTH, "skipped"),
+    ]
+    found = {"results": [], "missing": {}, "cases": {CAUSAL.name: {}}}
+    for results in (early, late):
+        report.add(found, results)
+    assert f"ours, {CAUSAL.name}: timed alone, no time was left to take turns" in report.notes(found)
+
+
+def test_ours_do_not_wait_for_peers(toy, monkeypatch):
+    """Each is timed alone once it is built; who would be late is not built, and those there take turns."""
+    toy(CAUSAL)
+    clock = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(got):
+        clock[0] += 30.0
+        return got
+
+    everybody = [contender("ours"), contender("slow", slow), contender("late")]
+    told = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, nullcontext(), deadline=100.0, early=True))
+    cells = [[(r.contender, r.status, r.alone) for r in some.results] for some in told]
+    assert cells == [
+        [],
+        [("ours", "ok", True)] * 2,
+        [("slow", "ok", True)] * 2,
+        [("late", "skipped", False)] * 2,
+        *[[("ours", "ok", False), ("slow", "ok", False)]] * 2,
+    ]
+    found = {"results": []}
+    for some in told:
+        report.add(found, some.results)
+    assert len(found["results"]) == 6 and not any(r["alone"] for r in found["results"])
 
 
 def test_a_case_starts_again_without_what_took_the_device_down(monkeypatch):
@@ -412,7 +461,7 @@ def test_a_case_starts_again_without_what_took_the_device_down(monkeypatch):
             yield job, Measured([], "bad" if "bad" in job.contenders else None)
 
     monkeypatch.setattr(measure, "spread", fake)
-    list(measure_in_processes([Job(SOFTMAX.module, "gpu", CAUSAL, None, ["good", "bad"], 1, "")], 2, 0.0))
+    list(measure_in_processes([Job(SOFTMAX.module, "gpu", CAUSAL, None, ["good", "bad"], 1, "", 0.0)], 2, 0.0))
     assert tried == [["good", "bad"], ["good"]]
 
 

@@ -25,7 +25,8 @@ class Result:
     """How a contender did one pass of a case.
 
     `status` is "ok", "wrong", "refused" (it says that it cannot), "failed" or "skipped"; the last three have a reason.
-    `rate` is in 10^12 operations or bytes a second.
+    `rate` is in 10^12 operations or bytes a second. `alone`: timed as soon as it was built, and no time was left to
+    take turns with the others.
     """
 
     case: str
@@ -41,10 +42,11 @@ class Result:
     temporary_megabytes: float | None = None
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     tuning: dict[str, Any] | None = None
+    alone: bool = False
 
 
 class Measured(NamedTuple):
-    """The results of a case, and the contender that took the device down with it, if one did."""
+    """Results of a case, and the contender that took the device down with it, if one did."""
 
     results: list[Result]
     culprit: str | None = None
@@ -113,30 +115,58 @@ def _nobody(case: Case, contenders: list[str], status: str, reason: str) -> list
     return [Result(case.name, what, name, status, reason) for name in contenders for what in case.passes]
 
 
-def measure(benchmark: Benchmark, case: Case, contenders: list[Contender], repeats: int, quiet: Quiet) -> Measured:
-    """Build, check and time every contender on a case."""
-    results: list[Result] = []
-    able = []
+# samples of a contender that is timed alone first
+EARLY_REPEATS = 3
+
+
+def measure(
+    benchmark: Benchmark,
+    case: Case,
+    contenders: list[Contender],
+    repeats: int,
+    quiet: Quiet,
+    deadline: float = float("inf"),
+    early: bool = False,
+) -> Iterator[Measured]:
+    """Build and check every contender on a case, in their order, then time all in turns.
+
+    One is built only where it should end in time, judging by those before. `early` times each alone too, once it is
+    built: that stands until the turns, which may never come.
+    """
+    able, refused = [], []
     for contender in contenders:
         reason = contender.refusal(case)
-        results += [Result(case.name, what, contender.name, "refused", reason) for what in case.passes if reason]
+        refused += [Result(case.name, what, contender.name, "refused", reason) for what in case.passes if reason]
         able += [] if reason else [contender]
+    yield Measured(refused)
     if not able:
-        return Measured(results)
+        return
     bench = _Bench(case, benchmark.problem(case), quiet)
     built: dict[str, list[tuple[Program, Result]]] = {what: [] for what in case.passes}
-    for contender in able:
+    longest = 0.0
+    for number, contender in enumerate(able):
+        start = time.monotonic()
+        if start + longest > deadline:
+            late = [contender.name for contender in able[number:]]
+            yield Measured(_nobody(case, late, "skipped", TOO_LATE.reason))
+            break
+        results: list[Result] = []
         for what in case.passes:
             program, result = bench.build(contender, what)
-            if program is not None:
-                built[what].append((program, result))
+            if program is None:
+                results.append(result)
+                if not _device_works():
+                    yield Measured(_nobody(case, [contender.name], "failed", result.reason), contender.name)
+                    return
                 continue
-            results.append(result)
-            if not _device_works():
-                return Measured(_nobody(case, [contender.name], "failed", result.reason), contender.name)
+            built[what].append((program, result))
+            if early and contender is not able[-1]:
+                timed = bench.time([(program, result)], min(repeats, EARLY_REPEATS))
+                results += [dataclasses.replace(one, alone=True) for one in timed]
+        yield Measured(results)
+        longest = max(longest, time.monotonic() - start)
     for what in case.passes:
-        results += bench.time(built[what], repeats)
-    return Measured(results)
+        yield Measured(bench.time(built[what], repeats))
 
 
 # Many cases -------------------------------------------------------------------------------------------------
@@ -152,15 +182,17 @@ class Job(NamedTuple):
     contenders: list[str]
     repeats: int
     lock: str
+    deadline: float
 
 
-def _in_a_process(job: Job) -> Measured:
+def _in_a_process(job: Job) -> Iterator[Measured]:
     from filelock import FileLock
 
     family: Family = import_module(job.family).FAMILY
     chosen = [c for c in all_contenders(family, job.backend, job.platforms) if c.name in job.contenders]
-    # released by the system when a process dies
-    return measure(benchmark_of(family), job.case, chosen, job.repeats, FileLock(job.lock))
+    quiet = FileLock(job.lock)  # released by the system when a process dies
+    early = job.deadline < float("inf")
+    yield from measure(benchmark_of(family), job.case, chosen, job.repeats, quiet, job.deadline, early)
 
 
 def measure_here(
@@ -176,22 +208,28 @@ def measure_here(
         elif start + longest > deadline:
             yield _nobody(case, names, "skipped", TOO_LATE.reason)
         else:
-            results, culprit = measure(benchmark, case, contenders, repeats, nullcontext())
+            for part in measure(benchmark, case, contenders, repeats, nullcontext(), deadline):
+                culprit = part.culprit
+                yield part.results
             longest = max(longest, time.monotonic() - start)
-            yield results
 
 
 def measure_in_processes(jobs: list[Job], processes: int, deadline: float) -> Iterator[list[Result]]:
     """Cases compiled side by side, and measured one at a time.
 
-    Where a contender takes the device down, the case starts again without it.
+    Where a contender takes the device down, the case starts again without it. What comes later for a cell replaces
+    what came before.
     """
     queue = deque(jobs)
+    told: dict[str, set[tuple[str, str]]] = {job.case.name: set() for job in jobs}
     for job, outcome in spread(_in_a_process, queue, processes, deadline):
+        cells = told[job.case.name]
         if isinstance(outcome, Lost):
             status = "skipped" if outcome is TOO_LATE else "failed"
-            yield _nobody(job.case, job.contenders, status, outcome.reason)
+            lost = _nobody(job.case, job.contenders, status, outcome.reason)
+            yield [result for result in lost if (result.what, result.contender) not in cells]
             continue
+        cells |= {(result.what, result.contender) for result in outcome.results}
         if outcome.culprit is not None:
             rest = [name for name in job.contenders if name != outcome.culprit]
             queue.appendleft(job._replace(contenders=rest))

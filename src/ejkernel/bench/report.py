@@ -84,7 +84,10 @@ def load(path: Path) -> Document:
 
 
 def add(found: Document, results: list[Result]) -> None:
-    found["results"] += [dataclasses.asdict(result) for result in results]
+    """Keep results; one that was there of the same cell goes."""
+    new = {(r.case, r.what, r.contender): dataclasses.asdict(r) for r in results}
+    kept = [r for r in found["results"] if (r["case"], r["what"], r["contender"]) not in new]
+    found["results"] = [*kept, *new.values()]
 
 
 def only(found: Document, wanted: Callable[[str], bool]) -> Document:
@@ -103,6 +106,7 @@ def line(result: Result) -> str:
     else:
         told = f"{result.milliseconds:.3f} ms, first call {result.first_call_seconds:.1f} s"
         told += f", WRONG: {_errors(dataclasses.asdict(result))}" if result.status == "wrong" else ""
+        told += ", alone" if result.alone else ""
     return f"{result.case}, {result.what}, {result.contender}: {told}"
 
 
@@ -125,12 +129,14 @@ def failures(found: Document) -> list[str]:
 
 
 def notes(found: Document) -> list[str]:
-    """Who is not there, and why cells are empty; each reason once."""
+    """Who is not there, and why cells are empty or not comparable; each reason once."""
     told = [f"{name}: {reason}" for name, reason in found["missing"].items()]
     empty: dict[tuple[str, str], list[str]] = {}
     for r in found["results"]:
         if r["status"] in ("refused", "failed", "skipped"):
             empty.setdefault((r["contender"], f"{r['status']}: {r['reason']}"), []).append(r["case"])
+        elif r.get("alone"):
+            empty.setdefault((r["contender"], "timed alone, no time was left to take turns"), []).append(r["case"])
     for (contender, reason), cases in empty.items():
         distinct = list(dict.fromkeys(cases))
         where = distinct[0] if len(distinct) == 1 else f"{len(distinct)} cases"

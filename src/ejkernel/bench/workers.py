@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -18,10 +18,14 @@ class Lost(NamedTuple):
 
 
 TOO_LATE = Lost("no time was left")
+# what a process says when it has no more to say; another end is an accident
+_END = "end"
 
 
-def _work(task: Callable[[Any], Any], item: Any, answer: Connection) -> None:
-    answer.send(task(item))
+def _work(task: Callable[[Any], Iterable[Any]], item: Any, answer: Connection) -> None:
+    for part in task(item):
+        answer.send((None, part))
+    answer.send((_END, None))
     answer.close()
 
 
@@ -39,10 +43,13 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def spread(task: Callable[[Any], Any], items: deque[Any], processes: int, deadline: float) -> Iterator[tuple[Any, Any]]:
-    """(item, task(item)) as they come, each from a process of its own; `Lost` where it died or was too late.
+def spread(
+    task: Callable[[Any], Iterable[Any]], items: deque[Any], processes: int, deadline: float
+) -> Iterator[tuple[Any, Any]]:
+    """(item, answer) for each answer of task(item) as it comes, every item in a process of its own.
 
-    Items may be added to the queue while iterating. `deadline` is in terms of `time.monotonic`.
+    The last is `Lost` where the process died or was too late. Items may be added to the queue while iterating.
+    `deadline` is in terms of `time.monotonic`.
     """
     context = multiprocessing.get_context("spawn")
     running: dict[Connection, tuple[Any, Any]] = {}
@@ -61,15 +68,17 @@ def spread(task: Callable[[Any], Any], items: deque[Any], processes: int, deadli
                 assert isinstance(receiver, Connection)
                 item, process = running[receiver]
                 try:
-                    outcome = receiver.recv()
+                    said, outcome = receiver.recv()
                 except EOFError:
                     process.join()
-                    outcome = Lost(f"its process ended with exit code {process.exitcode}")
-                del running[receiver]
-                process.join(timeout=10)
-                if process.is_alive():
-                    process.kill()
-                yield item, outcome
+                    said, outcome = None, Lost(f"its process ended with exit code {process.exitcode}")
+                if said == _END or isinstance(outcome, Lost):
+                    del running[receiver]
+                    process.join(timeout=10)
+                    if process.is_alive():
+                        process.kill()
+                if said != _END:
+                    yield item, outcome
     finally:
         for _, process in running.values():
             process.kill()

@@ -109,7 +109,7 @@ def _run(name: str, options: Options) -> None:
     found = report.document(family, machine(), cases, contenders, missing)
     _check_device(found, options.tuned)
     kept = True
-    for results in _measured(family, backend, cases, contenders, options, deadline):
+    for results in filter(None, _measured(family, backend, cases, contenders, options, deadline)):
         report.add(found, results)
         for result in results:
             print(report.line(result), flush=True)
@@ -192,7 +192,8 @@ def _measured(
         return
     # PyTorch's own pool of compilers, in every process, would be too many
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    job = partial(Job, family=family.module, backend=backend, platforms=options.platform, repeats=options.repeats)
+    given = {"platforms": options.platform, "repeats": options.repeats, "deadline": deadline}
+    job = partial(Job, family=family.module, backend=backend, **given)
     names = [contender.name for contender in contenders]
     with TemporaryDirectory() as folder:
         lock = str(Path(folder) / "device.lock")

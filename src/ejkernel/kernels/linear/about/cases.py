@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +43,11 @@ class Case:
     def name(self) -> str:
         packed = "" if self.documents is None else f" {self.documents} documents"
         return f"{self.group} B{self.B} T{self.T} H{self.H} D{self.D}{packed}"
+
+    @property
+    def rows(self) -> int:
+        """Sequences, all of one length."""
+        return self.documents or self.B
 
     @property
     def gated(self) -> bool:
@@ -138,52 +144,84 @@ class Recurrence:
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
     def truths(self, quiet: Quiet) -> list[Truth]:
-        """Of the output and the gradients, by the definition in float32; the naive errors by it in the case's dtype."""
-        exact = self._defined(jnp.dtype("float32"), quiet)
-        is_exact = self.case.dtype == "float32"
-        naive = exact if is_exact else self._defined(jnp.dtype(self.case.dtype), quiet)
-        floor = FLOOR * max(1.0, math.sqrt(self.case.T / 256))
-        return [Truth.of(e, n, floor) for e, n in zip(exact, naive, strict=True) if e]
+        """Of the output and the gradients, as sums over pairs of tokens in float32.
 
-    def _defined(self, dtype: Any, quiet: Quiet) -> list[Arrays]:
+        The naive errors are those of the definition in the case's dtype, token by token, on the first tokens.
+        """
+        case = self.case
+        tokens = {name: self.arrays[name].reshape(case.rows, -1, case.H, case.D) for name in case.shapes()}
+        exact = self._run(_in_pairs, "float32", tokens, quiet)
+        naive = [dict.fromkeys(one, 0.0) for one in exact]
+        if case.dtype != "float32":
+            first = {name: x[:, :_FIRST] for name, x in tokens.items()}
+            wide, narrow = (self._run(_by_token, dtype, first, quiet) for dtype in ("float32", case.dtype))
+            naive = [Truth.of(w, n).naive for w, n in zip(wide, narrow, strict=True)]
+        floor = FLOOR * max(1.0, math.sqrt(case.T / 256))
+        largest = [max(float(jnp.abs(x).max()) for x in one.values()) for one in exact]
+        whole = [{name: x.reshape(case.B, case.T, case.H, case.D) for name, x in one.items()} for one in exact]
+        return [Truth(one, errors, floor * most) for one, errors, most in zip(whole, naive, largest, strict=True)]
+
+    def _run(self, attend: "Attend", dtype: str, tokens: Arrays, quiet: Quiet) -> list[Arrays]:
+        case = self.case
+        state = self.arrays.get("initial_state", jnp.zeros((case.rows, case.H, case.D, case.D)))
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
-        program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(self.arrays).compile()
+        program = jax.jit(partial(_defined, case, attend, jnp.dtype(dtype)), compiler_options=options)
+        compiled = program.lower(tokens, state).compile()
         with quiet:
-            return jax.block_until_ready(program(self.arrays))
+            return jax.block_until_ready(compiled(tokens, state))
 
+
+# What is right ------------------------------------------------------------------------------------------------
 
 # tokens between states that are kept: those of all would not fit
 _BLOCK = 64
+# tokens of a sequence that the definition is computed for: a step for each is slow on a GPU
+_FIRST = 512
+
+# (case, dtype, state, tokens (rows, size, H, D)) to the state after them, in float32, and their output
+Attend = Callable[[Case, Any, jax.Array, Arrays], tuple[jax.Array, jax.Array]]
 
 
-def _defined(case: Case, dtype: Any, arrays: Arrays) -> list[Arrays]:
-    """Output and gradients by the definition. Between blocks of tokens the state is float32, as in every kernel."""
-    rows = case.documents or case.B
-    size = min(_BLOCK, case.B * case.T // rows)
-    trained = {name: arrays[name].astype(dtype) for name in TRAINED if name in arrays}
-    decay = None if case.gated else jnp.asarray(lightning_decay(case.H, **LAYER))
+def _defined(case: Case, attend: Attend, dtype: Any, tokens: Arrays, state: jax.Array) -> list[Arrays]:
+    """Output and gradients of sequences as rows, a block of tokens after another."""
+    rows, T, *_ = tokens["query"].shape
+    trained = {name: tokens[name].astype(dtype) for name in TRAINED if name in tokens}
 
-    def blocks(x: jax.Array) -> jax.Array:
-        """(blocks, rows, size, H, D): documents are rows."""
-        return jnp.moveaxis(x.reshape(rows, -1, size, case.H, case.D), 1, 0)
-
-    @jax.checkpoint
-    def block(state: jax.Array, tokens: Arrays) -> tuple[jax.Array, jax.Array]:
-        exact, narrow = (
-            canonicalise(**{name: x.astype(d) for name, x in tokens.items()}, g_gamma=decay, initial_state=state)
-            for d in (jnp.dtype("float32"), dtype)
-        )
-        return reference(exact)["state"][:, 0], reference(narrow, dtype)["out"]
-
-    def attend(trained: Arrays) -> jax.Array:
-        zeros = jnp.zeros((rows, case.H, case.D, case.D))
-        start = arrays.get("initial_state", zeros)
-        _, out = lax.scan(block, start, {name: blocks(x) for name, x in trained.items()})
-        return jnp.moveaxis(out, 0, 1).reshape(case.B, case.T, case.H, case.D)
+    def whole(trained: Arrays) -> jax.Array:
+        size = min(_BLOCK, T)
+        blocks = {n: jnp.moveaxis(x.reshape(rows, -1, size, case.H, case.D), 1, 0) for n, x in trained.items()}
+        _, out = lax.scan(jax.checkpoint(partial(attend, case, dtype)), state, blocks)
+        return jnp.moveaxis(out, 0, 1).reshape(rows, T, case.H, case.D)
 
     if BOTH not in case.passes:
-        return [{"out": attend(trained)}, {}]
-    out, pull = jax.vjp(attend, trained)
-    (gradients,) = pull(arrays["dout"].astype(out.dtype))
+        return [{"out": whole(trained)}]
+    out, pull = jax.vjp(whole, trained)
+    (gradients,) = pull(tokens["dout"].astype(out.dtype))
     return [{"out": out}, {f"d{name}": x for name, x in gradients.items()}]
+
+
+def _by_token(case: Case, dtype: Any, state: jax.Array, tokens: Arrays) -> tuple[jax.Array, jax.Array]:
+    """By the definition; the state that is handed on is float32, as in every kernel."""
+    decay = None if case.gated else jnp.asarray(lightning_decay(case.H, **LAYER))
+    exact, narrow = (
+        canonicalise(**{name: x.astype(d) for name, x in tokens.items()}, g_gamma=decay, initial_state=state)
+        for d in (jnp.dtype("float32"), dtype)
+    )
+    return reference(exact)["state"][:, 0], reference(narrow, dtype)["out"]
+
+
+def _in_pairs(case: Case, dtype: Any, state: jax.Array, tokens: Arrays) -> tuple[jax.Array, jax.Array]:
+    """What each token gets of each before it, decayed by all that lies between them, and of the state."""
+    q, k, v = (tokens[name] for name in ("query", "key", "value"))
+    decay = tokens["g"] if case.gated else jnp.asarray(lightning_decay(case.H, **LAYER), dtype)[:, None]
+    logs = jnp.cumsum(jnp.broadcast_to(decay, (*q.shape[:3], decay.shape[-1])), axis=1)
+    at = jnp.arange(q.shape[1])
+    before = (at[:, None] >= at)[..., None]  # (t, s, H)
+    between = jnp.exp(jnp.where(before[..., None], logs[:, :, None] - logs[:, None], 0))  # (rows, t, s, H, D or 1)
+    weights = jnp.where(before, (q[:, :, None] * k[:, None] * between).sum(-1), 0)
+    product = partial(jnp.einsum, precision="highest")
+    out = product("rtsh,rshe->rthe", weights, v) + product("rthd,rhde->rthe", q * jnp.exp(logs), state)
+    last = logs[:, -1]  # (rows, H, D or 1)
+    added = product("rshd,rshe->rhde", k * jnp.exp(last[:, None] - logs), v)
+    return jnp.exp(last)[..., None] * state + added, case.D**-0.5 * out

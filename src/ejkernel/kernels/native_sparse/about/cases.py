@@ -1,8 +1,10 @@
 """The cases, the products they need, their inputs, and what is right."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Any
 
 import jax
@@ -11,8 +13,8 @@ import numpy as np
 
 from ejkernel.about.answers import FLOOR, Truth
 from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Quiet
-from ejkernel.kernels.native_sparse.reference import reference
-from ejkernel.kernels.native_sparse.spec import canonicalise
+from ejkernel.kernels.softmax.reference import reference as softmax
+from ejkernel.kernels.softmax.spec import Spec
 from ejkernel.ops import Call
 
 TRAINED = ("query", "key", "value")
@@ -74,18 +76,30 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
     return first if quick else [*first, case("shared blocks", 65536), case("random blocks", 65536)]
 
 
+# how often a query keeps a block of the one before it
+KEPT = {"shared blocks": 0.9, "random blocks": 0.0}
+
+
 def drawn_blocks(case: Case) -> np.ndarray:
-    """(1, T, Hkv, K): any blocks up to a query's own; where they are shared, nine of ten are the neighbour's."""
-    rng = np.random.default_rng(1)
-    own = np.arange(case.T) // BLOCK
-    draws = np.floor(rng.random((case.T, case.Hkv, case.K)) * (own + 1)[:, None, None]).astype(np.int32)
-    if case.group == "shared blocks":
-        anew = rng.random(draws.shape) < 0.1
-        anew[0] = True
-        # each is that of the last query that drew anew
-        at = np.maximum.accumulate(np.where(anew, np.arange(case.T)[:, None, None], 0), axis=0)
-        draws = np.take_along_axis(draws, at, axis=0)
-    return draws[None]
+    """(1, T, Hkv, K): different blocks up to a query's own, -1 where there are fewer than K."""
+    draw = Random(1).random
+    heads = [list(_walk(case, draw)) for _ in range(case.Hkv)]
+    return np.asarray(heads, np.int32).swapaxes(0, 1)[None]
+
+
+def _walk(case: Case, draw: Callable[[], float]) -> Iterator[list[int]]:
+    """The blocks of each query of a head."""
+    blocks: list[int] = []
+    kept = KEPT[case.group]
+    for there in (t // BLOCK + 1 for t in range(case.T)):
+        blocks = [block for block in blocks if draw() < kept]
+        missing = min(case.K, there) - len(blocks)
+        while missing:
+            block = int(draw() * there)
+            if block not in blocks:
+                blocks.append(block)
+                missing -= 1
+        yield blocks + [-1] * (case.K - len(blocks))
 
 
 class Selected:
@@ -114,27 +128,45 @@ class Selected:
             return jax.block_until_ready(program(self.arrays))
 
 
-# queries at a time: the logits of all would not fit
+# queries at a time: the keys of all would not fit
 _ROWS = 64
 
 
 def _defined(case: Case, dtype: Any, arrays: Arrays) -> list[Arrays]:
-    """Output and gradients by the definition, a few queries at a time."""
-    trained = {name: arrays[name].astype(dtype) for name in TRAINED}
-    call = canonicalise(**trained, block_indices=arrays["block_indices"], block_size=BLOCK)
+    """Output and gradients by the definition of softmax attention, of each query over its own blocks.
+
+    The family's definition, over all keys under a mask, would be `T / (K * BLOCK)` times the work.
+    """
+    trained = {name: arrays[name].astype(dtype).astype(jnp.float32) for name in TRAINED}
 
     def rows(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(1, -1, _ROWS, *x.shape[2:]), 1, 0)
+        return x.reshape(-1, _ROWS, *x.shape[2:])
 
     def attend(trained: Arrays) -> jax.Array:
-        @jax.checkpoint
-        def some(part: Arrays) -> jax.Array:
-            whole = {"key": trained["key"], "value": trained["value"], "starts": call["starts"]}
-            return reference(Call(call.spec, whole | part), dtype)["out"]
-
-        parts = {"query": rows(trained["query"]), "indices": rows(call["indices"]), "limits": rows(call["limits"])}
-        return jnp.moveaxis(jax.lax.map(some, parts), 0, 1).reshape(1, case.T, case.H, case.D)
+        some = jax.checkpoint(partial(_rows_defined, case, dtype, trained["key"][0], trained["value"][0]))
+        parts = (rows(trained["query"]), rows(arrays["block_indices"]), jnp.arange(case.T).reshape(-1, _ROWS))
+        return jax.lax.map(lambda part: some(*part), parts).reshape(1, case.T, case.H, case.D)
 
     out, pull = jax.vjp(attend, trained)
     (gradients,) = pull(arrays["dout"].astype(out.dtype))
-    return [{"out": out}, {f"d{name}": x for name, x in gradients.items()}]
+    return [{"out": out}, {f"d{name}": x.astype(dtype) for name, x in gradients.items()}]
+
+
+def _rows_defined(
+    case: Case, dtype: Any, key: jax.Array, value: jax.Array, query: jax.Array, indices: jax.Array, position: jax.Array
+) -> jax.Array:
+    """(R, H, D) of some queries: each is a batch of its own, with keys of its own."""
+    at = indices[..., None] * BLOCK + jnp.arange(BLOCK)  # (R, Hkv, K, BLOCK)
+    seen = (indices[..., None] >= 0) & (at <= position[:, None, None, None])
+
+    def gathered(x: jax.Array) -> jax.Array:
+        """(R, K * BLOCK, Hkv, D), whose gradients are summed in float32."""
+        blocks = jnp.moveaxis(x.reshape(-1, BLOCK, case.Hkv, case.D), 2, 0)  # (Hkv, N, BLOCK, D)
+        own = jax.vmap(lambda blocks, at: blocks[at], in_axes=(0, 1), out_axes=3)(blocks, jnp.maximum(indices, 0))
+        return own.reshape(len(own), -1, case.Hkv, case.D).astype(dtype)
+
+    # the heads that share keys are queries at one position
+    grouped = query.reshape(len(query), case.Hkv, -1, case.D).swapaxes(1, 2).astype(dtype)  # (R, G, Hkv, D)
+    mask = seen.reshape(len(query), case.Hkv, 1, -1)
+    named = {"query": grouped, "key": gathered(key), "value": gathered(value), "mask": mask}
+    return softmax(Call(Spec(scale=case.D**-0.5), named), dtype)["out"].swapaxes(1, 2).reshape(query.shape)

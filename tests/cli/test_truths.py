@@ -1,0 +1,54 @@
+"""What benchmarks take for right, where it is computed in another way than the definition is."""
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.linear.about import cases as linear
+from ejkernel.kernels.native_sparse.about import cases as native_sparse
+from ejkernel.kernels.native_sparse.reference import reference
+from ejkernel.kernels.native_sparse.spec import canonicalise
+
+
+@pytest.mark.parametrize("group", ["shared blocks", "random blocks"])
+def test_blocks_are_different_and_neighbours_share_them(group):
+    case = native_sparse.Case(group, 4096, 2, 2, 16, 8, "float32")
+    found = native_sparse.drawn_blocks(case)[0]  # (T, Hkv, K)
+    own = np.arange(case.T) // native_sparse.BLOCK
+    assert found.shape == (4096, 2, 8) and found.min() == -1 and (found <= own[:, None, None]).all()
+    ordered = np.sort(found, -1)
+    assert ((np.diff(ordered) > 0) | (ordered[..., 1:] < 0)).all()
+    assert ((found >= 0).sum(-1) == np.minimum(own + 1, 8)[:, None]).all()
+    late = found[2048:]
+    kept = np.mean([len({*a} & {*b}) / 8 for a, b in zip(late[:-1, 0], late[1:, 0], strict=True)])
+    assert 0.89 < kept < 0.93 if group == "shared blocks" else kept < 0.25
+
+
+def test_attention_over_the_blocks_of_each_query_is_the_definition():
+    case = native_sparse.Case("random blocks", 256, 4, 2, 8, 3, "float32")
+    problem = native_sparse.Selected(case)
+    out, gradients = native_sparse._defined(case, jnp.dtype("float32"), problem.arrays)
+
+    def attend(trained):
+        call = canonicalise(**trained, block_indices=problem.arrays["block_indices"], block_size=native_sparse.BLOCK)
+        return reference(call)["out"]
+
+    exact, pull = jax.vjp(attend, {name: problem.arrays[name] for name in native_sparse.TRAINED})
+    np.testing.assert_allclose(out["out"], exact, atol=1e-5)
+    (wanted,) = pull(problem.arrays["dout"])
+    for name, x in wanted.items():
+        np.testing.assert_allclose(gradients[f"d{name}"], x, atol=3e-5)
+
+
+@pytest.mark.parametrize("group", ["lightning", "gla"])
+def test_sums_over_pairs_are_the_recurrence(group):
+    case = linear.Case(group, 2, 128, 2, 8, "float32")
+    problem = linear.Recurrence(case)
+    ways = (linear._in_pairs, linear._by_token)
+    pairs, tokens = (problem._run(way, "float32", problem.arrays, nullcontext()) for way in ways)
+    for one, other in zip(pairs, tokens, strict=True):
+        for name, x in one.items():
+            np.testing.assert_allclose(x, other[name], atol=2e-4)
