@@ -42,6 +42,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, taken in tur
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
 List = Annotated[bool, typer.Option("--list", help="Say what would be measured.")]
 Budget = Annotated[float | None, typer.Option(min=0, help="Seconds; what does not fit is skipped.")]
+Kept = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")]
 Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Processes that compile side by side; by default 1, on a GPU up to 14."),
@@ -201,7 +202,7 @@ def _measured(
 
 
 def show(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")],
+    file: Kept,
     case: CaseFilter = None,
     plot: Plot = None,
     tuned: Tuned = None,
@@ -210,10 +211,7 @@ def show(
     """Show a run that was kept."""
     from ejkernel.bench import report
 
-    try:
-        loaded = report.load(file)
-    except ValueError as error:
-        raise typer.BadParameter(f"{file} does not hold what --json keeps: {error}") from None
+    loaded = _loaded(file)
     found = report.only(loaded, _matching(case))
     if not found["cases"]:
         raise typer.BadParameter(f"no case matches {case!r}; there are {', '.join(loaded['cases'])}")
@@ -222,6 +220,59 @@ def show(
         print(report.markdown(found))
     if not _show(screen.console(), found, plot, tuned, tables=not markdown):
         raise typer.Exit(1)
+
+
+def _loaded(file: Path) -> "Document":
+    from ejkernel.bench import report
+
+    try:
+        return report.load(file)
+    except ValueError as error:
+        raise typer.BadParameter(f"{file} does not hold what --json keeps: {error}") from None
+
+
+def _share(text: str) -> float:
+    """A share: 0.05 for `5%` and for `0.05`."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise typer.BadParameter(f"--within {text!r} is no share such as 5%")
+    return share
+
+
+def compare(
+    old: Kept,
+    new: Kept,
+    within: Annotated[str, typer.Option(help="How much slower ours may be.")] = "5%",
+    case: CaseFilter = None,
+) -> None:
+    """Compare two runs of a benchmark on one device; exit with 1 where ours got slower or broke.
+
+    Peers are shown, since what slows them is the machine, and not judged.
+    """
+    from ejkernel.bench import compare as runs
+    from ejkernel.bench import report
+
+    limit, wanted = _share(within), _matching(case)
+    before, after = (report.only(_loaded(file), wanted) for file in (old, new))
+    try:
+        runs.check_comparable(before, after)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console, found = screen.console(), runs.compare(before, after)
+    _print_grid(console, runs.grid(found, limit))
+    _print_lines(console, [*runs.differences(before, after), *found.missing])
+    bad = [*map(runs.line, found.slower(limit)), *found.broken]
+    for line in bad:
+        console.print(f"[red]{escape(line)}[/]")
+    ours = [one for one in found.changes if one.place[2] in found.ours]
+    if bad or not ours:
+        told = f"{len(bad)} of ours are slower by more than {limit:.0%}, or broke"
+        console.print(f"[red]{told if bad else 'the runs have no time of ours in common'}[/]")
+        raise typer.Exit(1)
+    console.print(f"[green]{len(ours)} times of ours, none slower by more than {limit:.0%}[/]")
 
 
 def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> bool:
@@ -288,12 +339,13 @@ def _say_how_it_went(console: Console, found: "Document") -> None:
 
 
 def make_app() -> typer.Typer:
-    """A command for every family that measures something of itself, and one to look again."""
+    """A command for every family that measures something of itself, and those for what was kept."""
     made = typer.Typer(
         no_args_is_help=True, help="Measure against peers: times, memory, first calls, every answer checked."
     )
     for family in families().values():
         if family.benchmark is not None:
             made.command(family.name, help=family.benchmark.help)(measure)
-    made.command()(show)
+    for command in (show, compare):
+        made.command()(command)
     return made
