@@ -4,19 +4,38 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from ejkernel.about.answers import Truth
 
 FORWARD, BOTH = "forward", "forward + backward"
+# both, and what is trained moved against its gradients
+TRAINING = "training step"
+LEARNING_RATE = 1e-3
 
 Arrays = dict[str, Any]
 # entered for everything that runs on the device, so that processes which compile do not disturb one that measures
 Quiet = AbstractContextManager[Any]
 # (array, result, calls), see `jax_program`
 Chain = tuple[str, str, int]
+
+
+class Unit(NamedTuple):
+    """What a rate is counted in, and how it is written."""
+
+    amount: float
+    digits: str
+
+
+# of "ms" tables show the times; the rate beside them is in 10^12
+UNITS = {
+    "ms": Unit(1e12, ".3g"),
+    "TFLOP/s": Unit(1e12, ".0f"),
+    "TB/s": Unit(1e12, ".2f"),
+    "ktoken/s": Unit(1e3, ".4g"),
+}
 
 
 class Case(Protocol):
@@ -42,11 +61,14 @@ class Case(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Sizes and options for the record; among them `group`, and `unit`: "ms", "TFLOP/s" or "TB/s"."""
+        """Sizes and options for the record.
+
+        Among them are `group`, `unit` (one of `UNITS`), and `memory` where that is worth a table.
+        """
         ...
 
     def amount(self, what: str) -> float:
-        """Floating-point operations, or bytes, that a pass is worth."""
+        """Floating-point operations, bytes or tokens that a pass is worth."""
         ...
 
 
@@ -135,7 +157,10 @@ class Benchmark:
 def passes_of(
     function: Callable[[Arrays], jax.Array], what: str, trained: tuple[str, ...]
 ) -> Callable[[Arrays], Arrays]:
-    """One pass of a function of named arrays: its output, and with a backward the gradients of those trained."""
+    """One pass of a function of named arrays: its output, and with a backward the gradients of those trained.
+
+    A training step has the new values of these too.
+    """
 
     def forward(arrays: Arrays) -> Arrays:
         return {"out": function(arrays)}
@@ -144,7 +169,12 @@ def passes_of(
         out, pull = jax.vjp(lambda *given: function({**arrays, **dict(zip(trained, given))}), *map(arrays.get, trained))
         return {"out": out, **{f"d{name}": dx for name, dx in zip(trained, pull(arrays["dout"]), strict=True)}}
 
-    return forward if what == FORWARD else both
+    def training(arrays: Arrays) -> Arrays:
+        found = both(arrays)
+        moved = {f"new {name}": arrays[name] - LEARNING_RATE * found[f"d{name}"] for name in trained}
+        return found | moved
+
+    return {FORWARD: forward, BOTH: both, TRAINING: training}[what]
 
 
 def jax_program(

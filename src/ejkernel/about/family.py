@@ -21,11 +21,11 @@ class PublicFunction:
 
     Attributes:
         where: the module that has it under the operation's name, or the function itself. Loaded on first use.
-        canonicalise: the same arguments to the canonical call.
+        canonicalise: the same arguments to the canonical call; None where there is no single one.
     """
 
     where: str | Callable[..., Any]
-    canonicalise: Callable[..., Call]
+    canonicalise: Callable[..., Call] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Family:
     name: str
     module: str
     functions: Mapping[str, PublicFunction]
-    arguments: Callable[..., dict[str, Any]]
-    checks: Callable[[], list[Check]]
+    arguments: Callable[..., dict[str, Any]] = lambda operation: {}
+    checks: Callable[[], list[Check]] = list
     benchmark: Benchmark | None = None
     roofline: Callable[..., Roofline] | None = None
 

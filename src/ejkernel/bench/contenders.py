@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from ejkernel.about.benchmark import (
-    BOTH,
     FORWARD,
     Arrays,
     Benchmark,
@@ -38,7 +37,7 @@ def choice(family: Family, case: Case) -> dict[str, str | None]:
     told = explained(family, case.operations[0], case, "auto")
     taken = [told.platform] if told.gradient is None else [told.platform, told.gradient.platform]
     both = ", ".join(dict.fromkeys(map(str, taken)))
-    return {what: told.platform if what == FORWARD else both for what in (FORWARD, BOTH) if what in case.passes}
+    return {what: told.platform if what == FORWARD else both for what in case.passes}
 
 
 def explained(family: Family, operation: str, case: Case, platform: str | None) -> Explanation:
@@ -47,13 +46,15 @@ def explained(family: Family, operation: str, case: Case, platform: str | None) 
     return explain(lambda arrays: function(**case.arguments(arrays), platform=platform), case.structs())
 
 
-def bucket_of(family: Family, operation: str, case: Case) -> str:
-    """The shape bucket of a case."""
+def bucket_of(family: Family, operation: str, case: Case) -> str | None:
+    """The shape bucket of a case, where it is one call."""
     found: list[str] = []
+    canonicalise = family.functions[operation].canonicalise
+    if canonicalise is None:
+        return None
 
     def call(arrays: Arrays) -> None:
-        canonical = family.functions[operation].canonicalise(**case.arguments(arrays))
-        found.append(get_operation(operation).bucket(canonical))
+        found.append(get_operation(operation).bucket(canonicalise(**case.arguments(arrays))))
 
     jax.eval_shape(call, case.structs())
     return found[0]
@@ -76,10 +77,12 @@ def _ours(family: Family, platform: str) -> Contender:
         told = explained(family, case.operations[0], case, platform)
         return None if told.platform else "; ".join(told.refusals.get(platform, ["no platform can"]))
 
-    def tuning(case: Case) -> dict[str, Any]:
+    def tuning(case: Case) -> dict[str, Any] | None:
+        bucket = bucket_of(family, case.operations[0], case)
+        if bucket is None:
+            return None
         told = explained(family, case.operations[0], case, platform)
         config = None if told.config_source == "default" else dataclasses.asdict(told.config)
-        bucket = bucket_of(family, case.operations[0], case)
         return {"operations": [*case.operations], "bucket": bucket, "platform": told.platform, "config": config}
 
     return Contender(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.about.benchmark import FORWARD, Benchmark, Case, Contender, Problem, Program, Quiet
+from ejkernel.about.benchmark import FORWARD, UNITS, Benchmark, Case, Contender, Problem, Program, Quiet
 from ejkernel.about.family import Family
 from ejkernel.bench.contenders import all_contenders, benchmark_of
 from ejkernel.bench.timing import REST_SECONDS, in_turns
@@ -25,8 +25,8 @@ class Result:
     """How a contender did one pass of a case.
 
     `status` is "ok", "wrong", "refused" (it says that it cannot), "failed" or "skipped"; the last three have a reason.
-    `rate` is in 10^12 operations or bytes a second. `alone`: timed as soon as it was built, and no time was left to
-    take turns with the others.
+    `rate` is in the case's unit, of "ms" in 10^12 operations or bytes a second. `alone`: timed as soon as it was built,
+    and no time was left to take turns with the others.
     """
 
     case: str
@@ -98,12 +98,13 @@ class _Bench:
         rest = REST_SECONDS if jax.default_backend() == "cpu" else 0.0
         with self.quiet:
             samples = in_turns({result.contender: program.seconds for program, result in built}, repeats, rest)
+        per = UNITS[self.case.facts()["unit"]].amount
         found = [(result, samples[result.contender]) for _, result in built]
         return [
             dataclasses.replace(
                 result,
                 milliseconds=one.median * 1e3,
-                rate=self.case.amount(result.what) / one.median / 1e12,
+                rate=self.case.amount(result.what) / one.median / per,
                 samples=[seconds * 1e3 for seconds in one.seconds],
                 calls=one.calls,
             )

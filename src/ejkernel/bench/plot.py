@@ -5,7 +5,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench.report import RATES, Document, where
+from ejkernel.about.benchmark import UNITS
+from ejkernel.bench.report import Document, where
 from ejkernel.ops.files import write_whole
 
 # Okabe and Ito's colours, which everybody can tell apart; ours strong, peers after them
@@ -27,6 +28,11 @@ def _rows(found: Document) -> list[tuple[str, list[str], str]]:
     return [(f"{group}, {_common(found, cases)}", cases, unit) for (group, _, unit), cases in ordered]
 
 
+def _passes(found: Document, cases: list[str]) -> list[str]:
+    """Those that somebody did, of any of the cases."""
+    return list(dict.fromkeys(r["what"] for r in found["results"] if r["case"] in cases))
+
+
 def _sizes(found: Document, case: str) -> list[str]:
     return case.removeprefix(found["cases"][case]["group"]).split()
 
@@ -44,7 +50,7 @@ def _label(found: Document, case: str, cases: list[str]) -> str:
 
 
 def _panel(axes: Any, found: Document, cases: list[str], what: str, unit: str) -> None:
-    field, digits = ("rate", RATES[unit]) if unit in RATES else ("milliseconds", ".3g")
+    field, digits = "milliseconds" if unit == "ms" else "rate", UNITS[unit].digits
     values = {
         (r["case"], r["contender"]): r[field]
         for r in found["results"]
@@ -65,7 +71,7 @@ def _panel(axes: Any, found: Document, cases: list[str], what: str, unit: str) -
     labels = [_label(found, case, cases) for case in cases]
     slanted = {"rotation": 20, "ha": "right"} if sum(map(len, labels)) > 60 else {}
     axes.set_xticks(range(len(cases)), labels, **slanted)
-    axes.set_ylabel(unit if unit in RATES else f"{unit} (less is better)")
+    axes.set_ylabel(f"{unit} (less is better)" if unit == "ms" else unit)
     if unit == "ms" and values and max(values.values()) > 20 * min(values.values()):
         axes.set_yscale("log")
     axes.margins(y=0.18)
@@ -81,19 +87,23 @@ def draw(found: Document, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "ejkernel"
     from matplotlib import pyplot
 
-    rows, passes = _rows(found), list(dict.fromkeys(r["what"] for r in found["results"]))
+    rows = _rows(found)
+    passes = [_passes(found, cases) for _, cases, _ in rows]
+    wide = max([1, *map(len, passes)])
     figure, panels = pyplot.subplots(
-        len(rows), len(passes), figsize=(7 * len(passes), 3.4 * len(rows) + 1.2), squeeze=False, layout="constrained"
+        len(rows), wide, figsize=(7 * wide, 3.4 * len(rows) + 1.2), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
-    for (title, cases, unit), across in zip(rows, panels, strict=True):
-        for what, axes in zip(passes, across, strict=True):
+    for (title, cases, unit), own, across in zip(rows, passes, panels, strict=True):
+        for axes in across[len(own) :]:
+            axes.set_visible(False)
+        for what, axes in zip(own, across, strict=False):
             _panel(axes, found, cases, what, unit)
             axes.set_title(f"{title}: {what}", fontsize=10)
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     ordered = {name: handles[name] for name in found["contenders"] if name in handles}
     figure.legend(ordered.values(), ordered.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    figure.supxlabel(textwrap.fill(where(found), 80 * len(passes)), fontsize=7)
+    figure.supxlabel(textwrap.fill(where(found), 80 * wide), fontsize=7)
     picture, suffix = BytesIO(), path.suffix.removeprefix(".").lower()
     figure.savefig(picture, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
     pyplot.close(figure)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ejkernel.about.benchmark import BOTH, FORWARD, Contender
+from ejkernel.about.benchmark import BOTH, FORWARD, UNITS, Contender
 from ejkernel.about.family import Family
 from ejkernel.bench.contenders import choice
 from ejkernel.bench.measure import Result
@@ -17,9 +17,6 @@ from ejkernel.ops.files import write_whole
 
 SCHEMA = 2
 AUTO = "†"  # beside the time of the platform that auto takes, or of both where it takes two
-
-# how rates are written, by unit
-RATES = {"TFLOP/s": ".0f", "TB/s": ".2f"}
 
 # `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
 # `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
@@ -181,7 +178,7 @@ def _cell(result: dict[str, Any] | None, unit: str, fastest: float | None, by_au
     if result["status"] != "ok":
         status: str = result["status"]
         return Cell({"wrong": "WRONG", "refused": "-"}.get(status, status), bad=status in ("wrong", "failed"))
-    value = _milliseconds(result["milliseconds"]) if unit == "ms" else f"{result['rate']:{RATES[unit]}}"
+    value = _milliseconds(result["milliseconds"]) if unit == "ms" else f"{result['rate']:{UNITS[unit].digits}}"
     return Cell(value + (AUTO if by_auto else ""), best=result["milliseconds"] == fastest)
 
 
@@ -222,6 +219,18 @@ def speeds(found: Document) -> list[Grid]:
     return grids
 
 
+def memories(found: Document) -> list[Grid]:
+    """Temporary memory by case and contender, where cases ask for it."""
+    names, rows = found["contenders"], []
+    for case, facts in found["cases"].items():
+        for what in dict.fromkeys(r["what"] for r in found["results"] if r["case"] == case and facts.get("memory")):
+            known = {n: r.get("temporary_megabytes") for n, r in _by_contender(found, case, what).items()}
+            least = min((x for x in known.values() if x is not None), default=None)
+            cells = [Cell("" if x is None else f"{x:.0f}", best=x == least) for x in map(known.get, names)]
+            rows.append([Cell(f"{case}, {what}"), *cells])
+    return [Grid(("temporary memory, MB", *names), rows, tuple(names))] if rows else []
+
+
 def costs(found: Document) -> Grid:
     """The longest first call and the most temporary memory of each contender, and where."""
     rows = []
@@ -245,10 +254,15 @@ def where(found: Document) -> str:
     return told + busy + ("" if found["complete"] else "; the run was cut short")
 
 
+def grids(found: Document) -> list[Grid]:
+    """All tables, in the order shown."""
+    return [*speeds(found), *memories(found), costs(found)]
+
+
 def markdown(found: Document) -> str:
     """The tables for a README."""
     parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` took (two: forward, backward)."]
-    for grid in [*speeds(found), costs(found)]:
+    for grid in grids(found):
         lines = ["| " + " | ".join(grid.columns) + " |", "|" + " --- |" * len(grid.columns)]
         lines += ["| " + " | ".join(f"**{c.text}**" if c.best else c.text for c in row) + " |" for row in grid.rows]
         parts.append("\n".join(lines))
@@ -292,6 +306,8 @@ def tuned(found: Document) -> TunedConfigs:
             again = [times[run, case, measured]["milliseconds"] for run in runs if (run, case, measured) in times]
             microseconds.append(round(min(again) * 1e3, 1))
         place = result["tuning"]
+        if place is None:  # of several calls
+            continue
         for operation in place["operations"]:
             total = total.add(operation, place["bucket"], place["platform"], place["config"], *microseconds)
     return total

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ejkernel.cli import screen
-from ejkernel.cli.families import families
+from ejkernel.cli.families import measured
 from ejkernel.cli.outputs import drawable, writable
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _run(name: str, options: Options) -> None:
     from ejkernel.bench.contenders import benchmark_of
     from ejkernel.cli.info import machine
 
-    family = families()[name]
+    family = measured()[name]
     console, backend = screen.console(), jax.default_backend()
     contenders, missing = _contenders(family, backend, options)
     wanted = _matching(options.case)
@@ -280,7 +280,7 @@ def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | 
     from ejkernel.bench import report
 
     if tables:
-        for grid in [*report.speeds(found), report.costs(found)]:
+        for grid in report.grids(found):
             _print_grid(console, grid)
         legend = f"Medians; {report.AUTO} is what auto took (two: forward, backward)."
         console.print(f"{report.where(found)}. {legend}", markup=False)
@@ -339,11 +339,11 @@ def _say_how_it_went(console: Console, found: "Document") -> None:
 
 
 def make_app() -> typer.Typer:
-    """A command for every family that measures something of itself, and those for what was kept."""
+    """A command for everything that is measured, and those for what was kept."""
     made = typer.Typer(
         no_args_is_help=True, help="Measure against peers: times, memory, first calls, every answer checked."
     )
-    for family in families().values():
+    for family in measured().values():
         if family.benchmark is not None:
             made.command(family.name, help=family.benchmark.help)(measure)
     for command in (show, compare):

@@ -4,11 +4,20 @@ from ejkernel.about.family import Family, load_family
 from ejkernel.checks.names import unknown
 from ejkernel.ops.registry import registered_families
 
+# what is no family of kernels, and measures something made of several
+OTHERS = ("ejkernel.models",)
+
 
 def families() -> dict[str, Family]:
     """By name, in the order they were registered."""
     found = [load_family(package) for package in registered_families()]
     return {family.name: family for family in found}
+
+
+def measured() -> dict[str, Family]:
+    """What `ejkernel bench` has, by name: families that measure something of themselves, then the others."""
+    found = [*families().values(), *map(load_family, OTHERS)]
+    return {family.name: family for family in found if family.benchmark is not None}
 
 
 def family_of(operation: str) -> Family:

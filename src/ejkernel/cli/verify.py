@@ -91,6 +91,7 @@ class Answers:
 
     def _call(self, arrays: Arrays, fixed: Any) -> Any:
         canonicalise = self.family.functions[self.check.operation].canonicalise
+        assert canonicalise is not None  # a check is of one call
         return canonicalise(**arrays, **fixed, **self.check.static)
 
     def _defined(self, arrays: Arrays, fixed: Any, dtype: Any) -> Any:
