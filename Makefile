@@ -4,6 +4,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 NEWEST ?= .venv-newest
+RESULTS ?= build/benchmarks
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
@@ -11,7 +12,7 @@ export JAX_PLATFORMS
 export TPU_SKIP_MDS_QUERY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types pytest newest tpu-aot bench tables docs docs-serve clean
+.PHONY: help quickstart test lint types pytest newest tpu-aot bench benchmarks tables docs docs-serve clean
 
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
@@ -19,6 +20,7 @@ help:
 	@echo "make newest       those few alone, in $(NEWEST)"
 	@echo "make tpu-aot      compile every TPU kernel for v4, v5e, v5p and v6e, and print its roofline"
 	@echo "make bench        measure attention against peers on this machine"
+	@echo "make benchmarks   measure everything; the numbers go to $(RESULTS), RESULTS=benchmarks is where the docs read them"
 	@echo "make tables       regenerate the tables in the READMEs"
 	@echo "make docs         build the site into build/site"
 	@echo "make docs-serve   show it, and build it again when a page changes"
@@ -50,6 +52,10 @@ tpu-aot: $(VENV)/installed-test
 
 bench: $(VENV)/installed-bench
 	$(BIN)/ejkernel bench softmax --json bench.json --plot bench.png
+
+# on a CPU fewer and smaller cases: minutes
+benchmarks: $(VENV)/installed-bench
+	$(BIN)/ejkernel bench all --folder $(RESULTS)
 
 tables: $(VENV)/installed
 	$(BIN)/python -m ejkernel.cli.tables --write

@@ -178,6 +178,25 @@ def test_a_whole_run(toy, tmp_path):
     assert (tmp_path / "one.svg").read_text().startswith("<?xml")
 
 
+def test_everything_there_is(toy, tmp_path, monkeypatch):
+    """One that fails does not end the others, and is named."""
+    toy(CAUSAL)
+    broken = dataclasses.replace(
+        BENCHMARK, peers=lambda: [contender("liar", lambda got: {n: 2 * x for n, x in got.items()})]
+    )
+    right = dataclasses.replace(BENCHMARK, cases=lambda backend, quick: [CAUSAL] if quick else [], peers=list)
+    wrong = dataclasses.replace(broken, cases=right.cases)
+    found = {n: dataclasses.replace(SOFTMAX, name=n, benchmark=b) for n, b in (("liars", wrong), ("softmax", right))}
+    monkeypatch.setattr("ejkernel.cli.bench.measured", lambda: found)
+    result = run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1")
+    assert result.exit_code == 1 and "liars failed" in result.output
+    kept = {path.name for path in (tmp_path / "numbers").iterdir()}
+    assert kept == {"liars_cpu.json", "liars_cpu.svg", "softmax_cpu.json", "softmax_cpu.svg"}
+    assert json.loads((tmp_path / "numbers" / "softmax_cpu.json").read_text())["complete"]
+    del found["liars"]
+    assert run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1").exit_code == 0
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -53,17 +53,17 @@ Jobs = Annotated[
 class Options:
     """What was asked of a benchmark."""
 
-    case: str | None
-    platform: list[str] | None
-    peer: list[str] | None
-    json: Path | None
-    plot: Path | None
-    tuned: Path | None
-    repeats: int
-    quick: bool
-    only_list: bool
-    budget: float | None
-    jobs: int | None
+    case: str | None = None
+    platform: list[str] | None = None
+    peer: list[str] | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    tuned: Path | None = None
+    repeats: int = 7
+    quick: bool = False
+    only_list: bool = False
+    budget: float | None = None
+    jobs: int | None = None
 
 
 def measure(
@@ -120,6 +120,45 @@ def _run(name: str, options: Options) -> None:
     kept = _show(console, found, options.plot, options.tuned) and kept
     _say_how_it_went(console, found)
     if not kept:
+        raise typer.Exit(1)
+
+
+Folder = Annotated[Path, typer.Option(help="Keep NAME_DEVICE.json and .svg of each there.")]
+WhetherQuick = Annotated[bool | None, typer.Option(help="Fewer and smaller cases; by default on a CPU.")]
+EachBudget = Annotated[float | None, typer.Option(min=0, help="Seconds for each; what does not fit is skipped.")]
+
+
+def every(
+    folder: Folder = Path("build/benchmarks"),
+    quick: WhetherQuick = None,
+    repeats: Repeats = 7,
+    budget: EachBudget = None,
+) -> None:
+    """Measure everything there is, one benchmark after another; exit with 1 where one would."""
+    import jax
+
+    from ejkernel.ops.target import target_of
+
+    quick = jax.default_backend() == "cpu" if quick is None else quick
+    console, failed = screen.console(), []
+    for name in measured():
+        console.print(f"[bold]{name}[/]")
+        path = writable(folder / f"{name}_{target_of(()).kind}.json")
+        assert path is not None
+        settings = {
+            "json": path,
+            "plot": path.with_suffix(".svg"),
+            "quick": quick,
+            "repeats": repeats,
+            "budget": budget,
+        }
+        try:
+            _run(name, Options(**settings))
+        except typer.Exit as ended:
+            failed += [name] if ended.exit_code else []
+    console.print(f"the numbers are in {folder}", markup=False)
+    if failed:
+        console.print(f"[red]{', '.join(failed)} failed[/]")
         raise typer.Exit(1)
 
 
@@ -346,6 +385,7 @@ def make_app() -> typer.Typer:
     for family in measured().values():
         if family.benchmark is not None:
             made.command(family.name, help=family.benchmark.help)(measure)
+    made.command("all")(every)
     for command in (show, compare):
         made.command()(command)
     return made
