@@ -59,19 +59,21 @@ def dkernel_itself() -> Any:
 # Measuring --------------------------------------------------------------------------------------------------
 
 
-def milliseconds(step: Callable[[], Any], device: torch.device, calls: int = 20) -> float:
-    """The median of single calls, on the device's own clock where it has one."""
+def milliseconds(step: Callable[[], Any], device: torch.device, samples: int = 7) -> float:
+    """The median, on the device's own clock where it has one; there ten calls at a time, which hides the host."""
     for _ in range(3):
         step()
-    times = []
-    for _ in range(calls):
+    times, calls = [], 10 if device.type == "cuda" else 1
+    for _ in range(samples):
         if device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
             first.record()
-            step()
+            for _ in range(calls):
+                step()
             last.record()
             torch.cuda.synchronize()
-            times.append(first.elapsed_time(last))
+            times.append(first.elapsed_time(last) / calls)
         else:
             start = time.perf_counter()
             step()
@@ -125,7 +127,6 @@ def with_dkernel(shape: Shape, device: torch.device) -> None:
             contenders["dkernel"] = module(shape, pattern, theirs).to(device)
             torch.testing.assert_close(ours(*tensors), contenders["dkernel"](*tensors), atol=2e-2, rtol=2e-2)
         compare(f"B1 T{shape.T} H{shape.H} D{shape.D}, {pattern}", contenders, tensors, "dkernel")
-        in_jax(shape, pattern, device)
 
 
 def in_jax(shape: Shape, pattern: Pattern, device: torch.device) -> None:
@@ -156,7 +157,7 @@ def in_jax(shape: Shape, pattern: Pattern, device: torch.device) -> None:
             start = time.perf_counter()
             jax.block_until_ready(step(q, k, v))
             times.append(1e3 * (time.perf_counter() - start))
-        print(f"  the same from JAX, {what}: {statistics.median(times):.3f}")
+        print(f"{pattern}, from JAX, {what}: {statistics.median(times):.3f}", flush=True)
 
 
 def with_dense(shape: Shape, device: torch.device) -> None:
@@ -238,14 +239,16 @@ def main() -> None:
         parser.error("no GPU: use --small")
     usual = Shape(T=512, H=2, Hkv=2, D=32) if small else Shape()
     with_dkernel(usual, device)
+    if device.type == "cuda":
+        host_time(device)
+    tiles(usual, device)
     with_dense(Shape(T=1024, H=2, Hkv=2, D=32) if small else Shape(T=32768), device)
     small_blocks(usual, device)
     uneven_heads(Shape(T=512, H=8, Hkv=8, D=32) if small else Shape(), device)
     for B in (1, 4) if small else (1, 32):
         decoding(Shape(B=B, T=512, H=4, Hkv=1, D=32) if small else Shape(B=B, Hkv=8), device)
-    tiles(usual, device)
-    if device.type == "cuda":
-        host_time(device)
+    for stride in (4, 8, 16):
+        in_jax(usual, Pattern(stride=stride), device)
 
 
 if __name__ == "__main__":

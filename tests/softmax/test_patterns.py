@@ -35,6 +35,13 @@ def test_local_stride_in_blocks_of_any_size(block_size):
     np.testing.assert_allclose(blocksparse_attention(q, k, v, block_mask=pattern), expected, atol=2e-6)
 
 
+def test_a_pattern_in_the_program_is_not_evaluated_by_the_compiler():
+    """Which is slow enough at it to keep a user waiting for a minute."""
+    pattern = BlockPattern.local_stride(H, 13, local_blocks=1, vert_stride=2, block_size=16)
+    program = jax.jit(lambda q, k, v: blocksparse_attention(q, k, v, block_mask=pattern))
+    assert " sort(" in program.lower(*qkv()).compile().as_text()
+
+
 def test_a_pattern_per_key_head_serves_its_group():
     options = {"local_blocks": 1, "vert_stride": 8, "num_dense_heads": 1, "block_size": 16}
     pattern = BlockPattern.local_stride(H, 13, num_kv_heads=2, **options)

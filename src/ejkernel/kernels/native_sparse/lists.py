@@ -15,8 +15,9 @@ class Entries(NamedTuple):
 
     Attributes:
         order: the entries, counted through (T, K), by their tiles: (B, Hkv, T * K). Those of no block come last.
-        items: a tile, and the first and the last (exclusive) of its entries in `order`: (B, Hkv, M, 3).
-        first_item: of each tile, and how many there are: (B, Hkv, tiles + 1).
+        items: a tile, the first and the last (exclusive) of its entries in `order`, and the item's number, by tiles:
+            (B, Hkv, M, 4). They are in the order of their first queries: those of neighbouring items are in cache.
+        first_item: the number of each tile's first item, and how many there are: (B, Hkv, tiles + 1).
     """
 
     order: jax.Array
@@ -45,20 +46,34 @@ def entries(call: Call, block_k: int, segment: int) -> Entries:
     groups = tiles.tiles // tiles.parts
     indices = jnp.moveaxis(call["indices"], 2, 1).reshape(dims.B, dims.Hkv, dims.T * dims.K)
     group = jnp.where(indices >= 0, indices // tiles.blocks, groups)
-    number = jax.lax.broadcasted_iota(jnp.int32, group.shape, 2)
-    group, order = jax.lax.sort((group, number), dimension=2, num_keys=1)
+    group, order = _sorted(group, groups)
     most = tiles.tiles + tiles.parts * (dims.T * dims.K // segment)
 
-    def one(group: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(group: jax.Array, order: jax.Array) -> tuple[jax.Array, jax.Array]:
         bounds = jnp.searchsorted(group, np.arange(groups + 1, dtype=np.int32)).astype(jnp.int32)
         first, last = (jnp.repeat(x, tiles.parts) for x in (bounds[:-1], bounds[1:]))
-        return _items(first, last, segment, most)
+        items, first_item = _items(first, last, segment, most)
+        empty = items[:, 1] == items[:, 2]
+        entry = order[jnp.minimum(items[:, 1], order.shape[0] - 1)]
+        return items[jnp.argsort(jnp.where(empty, dims.T * dims.K, entry))], first_item
 
-    return Entries(order, *jax.vmap(jax.vmap(one))(group))
+    return Entries(order, *jax.vmap(jax.vmap(one))(group, order))
+
+
+def _sorted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
+    """Groups (B, Hkv, n) from 0 to `groups` in rising order, and where each was."""
+    n = group.shape[2]
+    number = jax.lax.broadcasted_iota(jnp.int32, group.shape, 2)
+    if (groups + 1) * n > 2**31:
+        group, number = jax.lax.sort((group, number), dimension=2, num_keys=1)
+        return group, number
+    # one array is sorted faster than two
+    both = jnp.sort(group * n + number, axis=2)
+    return both // n, both % n
 
 
 def _items(begin: jax.Array, end: jax.Array, segment: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """Entries from `begin` to `end` (tiles,) in stretches: (most, 3), and where those of each tile start."""
+    """Entries from `begin` to `end` (tiles,) in numbered stretches: (most, 4), and where those of each tile start."""
     counts = jnp.cumsum((end - begin + segment - 1) // segment, dtype=jnp.int32)
     first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])
     item = np.arange(most, dtype=np.int32)
@@ -67,4 +82,4 @@ def _items(begin: jax.Array, end: jax.Array, segment: int, most: int) -> tuple[j
     first = begin[tile] + (item - first_item[tile]) * segment
     # items behind the last have nothing to do
     last = jnp.maximum(jnp.minimum(first + segment, end[tile]), first)
-    return jnp.stack([tile, first, last], -1), first_item
+    return jnp.stack([tile, first, last, jnp.asarray(item)], -1), first_item

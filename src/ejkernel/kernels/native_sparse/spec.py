@@ -131,7 +131,7 @@ def checked_counts(block_counts: Any, rows: tuple[int, int, int]) -> Any:
 
 
 def table_rows(indices: jax.Array, counts: Any, where: Places) -> jax.Array:
-    """Blocks (B, T, Hkv, K) counted from each sequence's first to rows of the table, rising, each once; -1: none.
+    """Blocks (B, T, Hkv, K) counted from each sequence's first to rows of the table, each once; -1: none.
 
     `counts` is how many of them count: an int, (B, T, Hkv) of them, or None for all.
     """
@@ -140,16 +140,23 @@ def table_rows(indices: jax.Array, counts: Any, where: Places) -> jax.Array:
         return _table_rows(most, indices, None if isinstance(counts, int) else counts, where)
 
 
+# indices of a query that are compared with each other; more are sorted
+_FEW = 64
+
+
 @partial(jax.jit, static_argnums=0)
 def _table_rows(most: int, indices: jax.Array, counts: Any, where: Places) -> jax.Array:
     number = np.arange(indices.shape[-1], dtype=np.int32)
     legal = (indices >= 0) & (indices <= where.own[:, :, None, None]) & (number < most)
     if counts is not None:
         legal &= number < counts[..., None]
-    none = np.iinfo(np.int32).max
-    found = jnp.sort(jnp.where(legal, indices + where.first[:, :, None, None], none), axis=-1)
+    found = jnp.where(legal, indices + where.first[:, :, None, None], -1)
+    if number.size <= _FEW:
+        same = (found[..., :, None] == found[..., None, :]) & (number[:, None] > number)
+        return jnp.where(same.any(-1), -1, found)
+    found = jnp.sort(found, axis=-1)
     before = jnp.concatenate([jnp.full_like(found[..., :1], -1), found[..., :-1]], axis=-1)
-    return jnp.where((found == none) | (found == before), -1, found)
+    return jnp.where(found == before, -1, found)
 
 
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:

@@ -30,19 +30,21 @@ class Config:
         rows: of a tile, queries times the heads of a group (rounded up to a power of two).
         block_k: keys of a tile; in the forward by keys it is a block.
         segment: entries (a query and one of its blocks) for one program, by keys.
-        warps, stages: of every kernel.
+        warps: of every kernel.
+        stages, backward_stages: of pipelines. A backward has twice the arrays in shared memory.
     """
 
     order: str = "queries"
     rows: int = 64
     block_k: int = 64
-    segment: int = 256
+    segment: int = 128
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
+    backward_stages: int = 2
 
     def __post_init__(self) -> None:
         config_ints(self, ("rows", "block_k"), 16, power_of_two=True)
-        config_ints(self, ("segment", "stages"))
+        config_ints(self, ("segment", "stages", "backward_stages"))
         if self.order not in ("queries", "keys"):
             raise ValueError(f"order={self.order!r} must be 'queries' or 'keys'")
         if self.warps not in (1, 2, 4, 8, 16):
@@ -78,7 +80,10 @@ def default_config(call: Call) -> Config:
     width = power_of_two(max(dims.D, dims.Dv)) * call["query"].dtype.itemsize
     tile = 64 if width <= 256 else 32 if width <= 512 else 16
     order = "queries" if dims.G >= 8 or call.spec.block_size > tile else "keys"
-    return Config(order, rows=tile, block_k=tile, stages=2 if tile == 64 else 1)
+    stages = 2 if tile == 64 else 1
+    # those with 99 KB of shared memory for a program
+    small = call.target.capability in (86, 89, 120)
+    return Config(order, tile, tile, stages=stages if small else stages + 1, backward_stages=stages)
 
 
 def remark(call: Call, config: Config) -> str:
@@ -93,7 +98,7 @@ def remark(call: Call, config: Config) -> str:
 def search_space(call: Call) -> list[Config]:
     base = default_config(call)
     tiles = [(rows, keys, w, s) for rows in (32, 64, 128) for keys in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
-    found = [replace(base, rows=rows, block_k=keys, warps=w, stages=s) for rows, keys, w, s in tiles]
+    found = [replace(base, rows=rows, block_k=keys, warps=w, stages=s, backward_stages=s) for rows, keys, w, s in tiles]
     both = [replace(config, order=order) for order in ("queries", "keys") for config in found]
     return [config for config in both if not unsupported_config(call, config)]
 
@@ -111,7 +116,7 @@ class _Launch:
         from ejkernel.kernels.native_sparse.triton_tiles import Constants
 
         dims = dimensions(call)
-        self.config = config
+        self.warps, self.stages = config.warps, config.stages
         sinks = call.get("sinks")
         self.values: dict[str, Any] = {
             "p_q": call["query"],
@@ -168,8 +173,8 @@ class _Launch:
             aliases=aliases,
             out_shape=out_shape,
             grid=grid,
-            num_warps=warps or self.config.warps,
-            num_stages=1 if careful else self.config.stages,
+            num_warps=warps or self.warps,
+            num_stages=1 if careful else self.stages,
             C=replace(self.constants, GUARD=careful),
         )
 
@@ -208,9 +213,12 @@ class _ByQueries:
         return dict(zip(("p_number", "p_list", "p_members"), found, strict=True))
 
     def _as_they_are(self, call: Call) -> Arrays:
-        indices = jnp.moveaxis(call["indices"], 2, 1).reshape(*self.grid[::-1], -1)
+        indices = jnp.moveaxis(call["indices"], 2, 1)
+        starts = jnp.broadcast_to(call["starts"], (indices.shape[0], call["starts"].shape[1]))
+        first = jnp.where(indices >= 0, jax.vmap(lambda row, at: row[jnp.maximum(at, 0)])(starts, indices), -1)
         last = jnp.where(indices >= 0, jnp.arange(1, indices.shape[-1] + 1, dtype=jnp.int32), 0).max(-1)
-        return {"p_number": last, "p_list": indices, "p_members": last}
+        flat = self.grid[::-1]
+        return {"p_number": last.reshape(flat), "p_list": first.reshape(*flat, -1), "p_members": last.reshape(flat)}
 
     def run(self, kernel: Any, outputs: dict[str, Any], **more: Any) -> list[jax.Array]:
         return self.launch.run_twice(kernel, self.grid, outputs, **self.lists, **more)
@@ -219,9 +227,9 @@ class _ByQueries:
 class _ByKeys:
     """Tiles of keys, and the entries that selected each of them."""
 
-    def __init__(self, call: Call, config: Config, block_k: int):
+    def __init__(self, call: Call, config: Config, block_k: int, **constants: Any):
         dims = dimensions(call)
-        self.launch = _Launch(call, config, BQ=_queries(call, config), BK=block_k)
+        self.launch = _Launch(call, config, BQ=_queries(call, config), BK=block_k, **constants)
         self.tiles = tiling(dims.N, call.spec.block_size, block_k).tiles
         self.entries: Entries = entries(call, block_k, config.segment)
         self.items = self.entries.items.shape[2]
@@ -256,16 +264,28 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
-    from ejkernel.kernels.native_sparse.triton_bwd import dkv_kernel, dq_kernel, sum_kernel
+    from ejkernel.kernels.native_sparse.triton_bwd import dkv_kernel, dq_kernel, dq_sum_kernel, sum_kernel
 
     dims = dimensions(call)
+    config = replace(config, stages=config.backward_stages)
     lse, delta = row_terms(residuals, cotangents)
-    rows = {"p_dout": output_cotangent(residuals, cotangents), "p_lse": lse * LOG2_E, "p_delta": delta}
-    (dquery,) = _ByQueries(call, config).run(dq_kernel, {"dq": _like(call["query"])}, **rows)
-    by_keys = _ByKeys(call, config, min(_whole_block(call), config.block_k))
+    # as queries are: the heads of a group beside each other
+    terms = {"p_lse": (lse * LOG2_E).swapaxes(1, 2), "p_delta": delta.swapaxes(1, 2)}
+    rows = {"p_dout": output_cotangent(residuals, cotangents), **terms}
+    in_parts = config.order == "keys"
+    block_k = _whole_block(call) if in_parts else min(_whole_block(call), config.block_k)
+    by_keys = _ByKeys(call, config, block_k, DQ_PARTS=in_parts)
     part = (dims.B, dims.Hkv, by_keys.items, by_keys.launch.constants.BK)
     shapes = {name: jax.ShapeDtypeStruct((*part, n), jnp.float32) for name, n in (("dk", dims.D), ("dv", dims.Dv))}
-    dkey, dvalue = by_keys.run(dkv_kernel, shapes, **rows)
+    # nothing is written to the one element of the other order
+    entries = (dims.B, dims.Hkv, dims.T * dims.K, dims.G, dims.D) if in_parts else (1,)
+    shapes["dq"] = jax.ShapeDtypeStruct(entries, call["query"].dtype)
+    dkey, dvalue, dquery = by_keys.run(dkv_kernel, shapes, **rows)
+    if in_parts:
+        grid = -(-dims.T // by_keys.launch.constants.BQ), by_keys.heads
+        dquery = by_keys.launch.run(dq_sum_kernel, grid, _like(call["query"]), p_part=dquery)
+    else:
+        (dquery,) = _ByQueries(call, config).run(dq_kernel, {"dq": _like(call["query"])}, **rows)
     dkey, dvalue = by_keys.launch.run(
         sum_kernel,
         (by_keys.tiles, by_keys.heads),

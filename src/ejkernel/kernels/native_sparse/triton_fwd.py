@@ -10,13 +10,14 @@ import triton.language as tl
 from ejkernel.kernels.common.triton_tiles import LOG2_E, has_nan
 from ejkernel.kernels.native_sparse.triton_tiles import (
     entries_at,
+    entry_rows,
+    entry_sees,
     first_softmax,
     head_of,
     item_keys,
     listed_keys,
     load_tile,
     query_rows,
-    seen_by,
     store_answer,
     store_tile,
     weighted_sum,
@@ -25,8 +26,8 @@ from ejkernel.kernels.native_sparse.triton_tiles import (
 
 @triton.jit
 def forward_kernel(
-    p_q, p_k, p_v, p_starts, p_limits, p_sinks, p_number, p_list, p_members, p_flags, p_old_out, p_old_lse,
-    T, S, N, scale,
+    p_q, p_k, p_v, p_limits, p_sinks, p_number, p_list, p_members, p_flags, p_old_out, p_old_lse,
+    T, S, scale,
     p_out, p_lse, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -36,8 +37,7 @@ def forward_kernel(
     if C.GUARD:
         if tl.load(p_flags + i_row) == 0:
             return
-    o_t, o_h, m_row, o_row, b_limit = query_rows(p_limits, i_t, i_b, i_hk, T, C)
-    p_starts += i_b * N * C.STARTS_B
+    o_t, o_h, m_row, o_row, b_limit = query_rows(p_limits, i_t, i_b, i_hk, T, S, C)
     p_list += i_row.to(tl.int64) * C.ENTRIES
     p_members += i_row.to(tl.int64) * C.ENTRIES
     n_blocks = tl.load(p_number + i_row)
@@ -48,13 +48,12 @@ def forward_kernel(
     b_out = tl.full([C.BQ * C.GP, C.BDV], 0.0, tl.float32)
     o_head = i_b.to(tl.int64) * S * C.HK + i_hk
     for n in range(tl.cdiv(n_blocks * C.BS, C.BK)):
-        o_k, m_k, b_members = listed_keys(p_list, p_members, p_starts, n, n_blocks, S, C)
+        o_k, m_k, m_seen = listed_keys(p_list, p_members, n, n_blocks, b_limit, S, C)
         o_key = o_head + o_k.to(tl.int64) * C.HK
         # (BK, BD)
         b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
         # (R, BK)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION) * (scale * LOG2_E)
-        m_seen = seen_by(o_k, m_k, b_members, b_limit, C)
         b_s = tl.where(m_seen, b_s, float("-inf"))
         b_new = tl.maximum(b_top, tl.max(b_s, 1))
         # a row that has seen nothing yet: -inf - 0, not -inf - -inf
@@ -89,10 +88,12 @@ def partial_kernel(
     i_first, i_last, o_k, m_k, b_k, b_v = item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C)
     o_h, m_h = head_of(i_hk, C)
     b_bad = tl.full([1], 0, tl.int32)
+    p_order += i_bh.to(tl.int64) * T * C.K
+    o_next = entries_at(p_order, i_first, i_last, m_h, C)
     for i_entry in range(i_first, i_last, C.BQ):
-        o_entry, o_t, b_from, b_limit, m_row = entries_at(
-            p_order, p_indices, p_starts, p_limits, i_entry, i_last, i_b, i_hk, m_h, T, N, C
-        )
+        # a step ahead: queries are loaded while those before them are multiplied
+        o_entry, o_next = o_next, entries_at(p_order, i_entry + C.BQ, i_last, m_h, C)
+        o_t, m_row, b_from, b_limit = entry_sees(p_indices, p_starts, p_limits, o_entry, i_b, i_hk, T, N, C)
         b_q = load_tile(p_q, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, m_row, C.D, C.BD)
         # (R, BK)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION) * (scale * LOG2_E)
@@ -105,8 +106,7 @@ def partial_kernel(
         m_some = b_sum != 0.0
         b_total = tl.where(m_some, b_sum, 1.0)
         b_out = weighted_sum(b_p, b_v, m_seen, tl.full([R, C.BDV], 0.0, tl.float32), C) / b_total[:, None]
-        # in the order of the indices: (B, Hkv, T * K, G)
-        o_part = (i_bh.to(tl.int64) * T * C.K + o_entry) * C.G + tl.arange(0, R) % C.GP
+        o_part = entry_rows(o_entry, i_bh, T, C)
         store_tile(p_part, b_out, o_part, m_row, C.DV, C.BDV)
         b_lse = tl.where(m_some, b_top + tl.log2(b_total), float("-inf"))
         tl.store(p_lse + o_part, b_lse, mask=m_row)
@@ -127,11 +127,10 @@ def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.
     b_top, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
     b_out = tl.full([R, C.BDV], 0.0, tl.float32)
     o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K
-    o_part = (i_bh.to(tl.int64) * T + o_t) * C.K
-    for n in range(C.K):
+    for n in tl.range(C.K, loop_unroll_factor=4):
         # parts of blocks that are none were never written
         m_part = m_row & (tl.load(p_indices + o_index + n, mask=m_row, other=-1) >= 0)
-        o_row = (o_part + n) * C.G + tl.arange(0, R) % C.GP
+        o_row = entry_rows(o_t * C.K + n, i_bh, T, C)
         b_part = tl.load(p_part_lse + o_row, mask=m_part, other=float("-inf"))
         b_new = tl.maximum(b_top, b_part)
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)

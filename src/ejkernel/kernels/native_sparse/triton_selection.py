@@ -1,4 +1,4 @@
-"""Choosing blocks in Triton: the weights of a tile of queries, block by block, and the best so far in registers."""
+"""Choosing blocks in Triton: the weights of a tile of queries stay in registers, from which the best are taken."""
 
 from dataclasses import dataclass
 
@@ -15,6 +15,11 @@ from ejkernel.kernels.native_sparse.selection import assembled
 from ejkernel.kernels.native_sparse.triton_tiles import load_tile
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
+
+# that a warp holds at once: 32 in a thread
+_WEIGHTS = 1024
+# of a tile; more would have more best ones than registers hold
+_MOST_QUERIES = 8
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def select_kernel(
     p_q, p_k, p_lse, p_first, p_own, T, N, scale,
     p_best,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr,
     FIRST_B: tl.constexpr, OWN_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
@@ -77,30 +82,44 @@ def select_kernel(
     # (BQ * GP, BD)
     b_q = load_tile(p_q, (i_b.to(tl.int64) * T + o_t) * H + o_h, m_row, D, BD)
     b_lse = tl.load(p_lse + (i_b * H + o_h).to(tl.int64) * T + o_t, mask=m_row, other=float("inf")) * LOG2_E
-    # (BQ, BEST): weight and block in one number; the lower block wins a tie
-    b_best = tl.full([BQ, BEST], -1, tl.int64)
+    # (BQ, BEST): the best so far, the best first
+    o_c = tl.arange(0, BEST)
+    b_weight = tl.full([BQ, BEST], -1.0, tl.float32)
+    b_best = tl.full([BQ, BEST], -1, tl.int32)
     FAR: tl.constexpr = 2147483647
     m_some = b_own >= 3
     i_from = tl.min(tl.where(m_some, b_first + 1, FAR), 0)
     i_to = tl.max(tl.where(m_some, b_first + b_own - 1, 0), 0)
-    for i_n in range(i_from, i_to, BN):
-        o_n = i_n + tl.arange(0, BN)
-        b_k = load_tile(p_k, (i_b.to(tl.int64) * N + o_n) * HK + i_hk, o_n < N, D, BD)
-        # (BQ * GP, BN)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
-        b_p = tl.where(m_row[:, None], tl.exp2(b_s - b_lse[:, None]), 0.0)
-        # (BQ, BN)
-        b_w = tl.sum(tl.reshape(b_p, [BQ, GP, BN]), 1)
-        # a nan is as large as can be, and shows in what it is selected for
-        b_w = tl.where(b_w != b_w, float("inf"), b_w)
-        b_block = o_n[None, :] - b_first[:, None]
-        m_free = (b_block >= 1) & (b_block <= b_own[:, None] - 2)
-        b_code = (b_w.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (FAR - o_n[None, :]).to(tl.int64)
-        b_top = tl.topk(tl.where(m_free, b_code, -1), BEST)
-        b_best = tl.topk(tl.reshape(tl.join(b_best, b_top), [BQ, 2 * BEST]), BEST)
-    o_c = tl.arange(0, BEST)
-    b_row = FAR - (b_best & FAR).to(tl.int32)
-    b_found = tl.where(b_best >= 0, b_row - b_first[:, None], -1)
+    for i_piece in range(i_from, i_to, TILES * BN):
+        # (BQ, TILES, BN): the weights of as many blocks as registers hold
+        b_all = tl.full([BQ, TILES, BN], -1.0, tl.float32)
+        o_tile = tl.arange(0, TILES)
+        for n in range(tl.cdiv(tl.minimum(i_to - i_piece, TILES * BN), BN)):
+            o_n = i_piece + n * BN + tl.arange(0, BN)
+            b_k = load_tile(p_k, (i_b.to(tl.int64) * N + o_n) * HK + i_hk, o_n < N, D, BD)
+            # (BQ * GP, BN)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
+            b_p = tl.where(m_row[:, None], tl.exp2(b_s - b_lse[:, None]), 0.0)
+            # (BQ, BN)
+            b_w = tl.sum(tl.reshape(b_p, [BQ, GP, BN]), 1)
+            # a nan is as large as can be, and shows in what it is selected for
+            b_w = tl.where(b_w != b_w, float("inf"), b_w)
+            b_block = o_n[None, :] - b_first[:, None]
+            b_w = tl.where((b_block >= 1) & (b_block <= b_own[:, None] - 2), b_w, -1.0)
+            b_all = tl.where((o_tile == n)[None, :, None], b_w[:, None, :], b_all)
+        o_all = i_piece + (o_tile * BN)[None, :, None] + tl.arange(0, BN)[None, None, :]
+        b_old_weight, b_old_best = b_weight, b_best
+        for c in range(CHOSEN):
+            b_top = tl.maximum(tl.max(tl.max(b_all, 2), 1), tl.max(b_old_weight, 1))
+            # the lower block wins a tie
+            b_new = tl.min(tl.min(tl.where(b_all == b_top[:, None, None], o_all, FAR), 2), 1)
+            b_old = tl.min(tl.where(b_old_weight == b_top[:, None], b_old_best, FAR), 1)
+            b_at = tl.minimum(b_new, b_old)
+            b_all = tl.where(o_all == b_at[:, None, None], -1.0, b_all)
+            b_old_weight = tl.where(b_old_best == b_at[:, None], -1.0, b_old_weight)
+            b_weight = tl.where((o_c == c)[None, :], b_top[:, None], b_weight)
+            b_best = tl.where((o_c == c)[None, :], b_at[:, None], b_best)
+    b_found = tl.where(b_weight >= 0.0, b_best - b_first[:, None], -1)
     p_tile = p_best + ((i_b.to(tl.int64) * T + o_q) * HK + i_hk)[:, None] * CHOSEN + o_c[None, :]
     tl.store(p_tile, b_found, mask=(o_q < T)[:, None] & (o_c < CHOSEN)[None, :])
 
@@ -111,8 +130,9 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     chosen = call.spec.chosen
     if chosen == 0:
         return {"indices": assembled(call, jnp.zeros((B, T, Hkv, 0), jnp.int32))}, {}
-    queries = max(1, min(32, config.rows // power_of_two(_group(call))))
+    queries = max(1, min(_MOST_QUERIES, config.rows // power_of_two(_group(call))))
     heads = max(power_of_two(_group(call)), 16 // queries)
+    piece = max(config.blocks, min(power_of_two(N), _WEIGHTS * config.warps // queries))
     best = triton_call(
         select_kernel,
         call["query"],
@@ -134,7 +154,8 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         D=D,
         BD=power_of_two(D, 16),
         BQ=queries,
-        BN=max(config.blocks, power_of_two(chosen)),
+        BN=config.blocks,
+        TILES=piece // config.blocks,
         CHOSEN=chosen,
         BEST=power_of_two(chosen, 2),
         FIRST_B=call["first"].shape[0] > 1,

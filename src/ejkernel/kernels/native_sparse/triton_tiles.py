@@ -21,6 +21,7 @@ class Constants:
         BK: keys of a tile.
         ENTRIES: room in a row of the lists of blocks.
         MEMBERS: whether queries of a tile share a list, and bits say who has which block.
+        DQ_PARTS: whether dq is summed from a part for each of a query's blocks.
         SINKS, SINKS_B: whether there are sinks, and one for each batch.
         STARTS_B, LIMITS_B: whether these differ between batches.
         GUARD: whether this is the careful launch, over the programs that a fast one marked.
@@ -44,6 +45,7 @@ class Constants:
     LIMITS_B: bool
     ENTRIES: int = 1
     MEMBERS: bool = False
+    DQ_PARTS: bool = False
     SINKS: bool = False
     SINKS_B: bool = False
     GUARD: bool = False
@@ -76,13 +78,13 @@ def head_of(i_hk, C: tl.constexpr):
 
 
 @triton.jit
-def query_rows(p_limits, i_t, i_b, i_hk, T, C: tl.constexpr):
+def query_rows(p_limits, i_t, i_b, i_hk, T, S, C: tl.constexpr):
     """Of a tile's queries and heads, (BQ * GP,) each: query, head, which exist, row, the key behind the last seen."""
     o_t = i_t * C.BQ + tl.arange(0, C.BQ * C.GP) // C.GP
     o_h, m_h = head_of(i_hk, C)
     m_row = m_h & (o_t < T)
     b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
-    return o_t, o_h, m_row, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, b_limit
+    return o_t, o_h, m_row, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, tl.minimum(b_limit, S)
 
 
 @triton.jit
@@ -111,7 +113,7 @@ def store_answer(p_out, p_lse, b_out, b_top, b_sum, o_row, m_row, i_b, o_h, o_t,
 @triton.jit
 def item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C: tl.constexpr):
     """Of an item, its first and last entry, and the keys of its tile: numbers, which exist, rows of k and v."""
-    p_items += i_row.to(tl.int64) * 3
+    p_items += i_row.to(tl.int64) * 4
     o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, tl.load(p_items), N, S, C)
     o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
     # (BK, BD) and (BK, BDV)
@@ -121,39 +123,34 @@ def item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C: tl.constex
 
 
 @triton.jit
-def listed_keys(p_list, p_members, p_starts, n, n_blocks, S, C: tl.constexpr):
-    """The n-th tile of the keys in a list of blocks: their numbers, whether they exist, and who may see them."""
-    o_c = n * C.BK + tl.arange(0, C.BK)
+def listed_keys(p_list, p_members, n, n_blocks, b_limit, S, C: tl.constexpr):
+    """The n-th tile of the keys in a list of blocks: numbers (BK,), which exist, and which each row sees, (rows, BK).
+
+    The list has the first key of every block, -1 for none. b_limit (rows,) is 0 where there is no query.
+    """
+    o_member = tl.arange(0, C.BQ * C.GP) // C.GP
     if C.BS % C.BK == 0:
-        # all in one block
+        # all in one block: who has it is a matter of rows
         i_entry = n * C.BK // C.BS
-        i_block = tl.load(p_list + i_entry)
-        b_start = tl.load(p_starts + tl.maximum(i_block, 0)) + n * C.BK % C.BS
-        o_k = b_start + tl.arange(0, C.BK)
-        m_k = (i_block >= 0) & (o_k < S)
-        b_members = tl.full([C.BK], 1, tl.int32)
+        i_first = tl.load(p_list + i_entry)
+        o_k = i_first + n * C.BK % C.BS + tl.arange(0, C.BK)
+        m_k = (i_first >= 0) & (o_k < S)
+        b_end = tl.where(i_first >= 0, b_limit, 0)
         if C.MEMBERS:
-            b_members = tl.load(p_members + i_entry) + tl.full([C.BK], 0, tl.int32)
+            b_end = tl.where(((tl.load(p_members + i_entry) >> o_member) & 1) != 0, b_end, 0)
+        m_seen = o_k[None, :] < b_end[:, None]
     else:
+        o_c = n * C.BK + tl.arange(0, C.BK)
         o_entry = o_c // C.BS
         m_entry = o_entry < n_blocks
-        b_block = tl.load(p_list + o_entry, mask=m_entry, other=-1)
-        o_k = tl.load(p_starts + b_block, mask=b_block >= 0, other=0) + o_c % C.BS
-        m_k = (b_block >= 0) & (o_k < S)
-        b_members = tl.full([C.BK], 1, tl.int32)
+        b_first = tl.load(p_list + o_entry, mask=m_entry, other=-1)
+        o_k = b_first + o_c % C.BS
+        m_k = (b_first >= 0) & (o_k < S)
+        m_seen = m_k[None, :] & (o_k[None, :] < b_limit[:, None])
         if C.MEMBERS:
             b_members = tl.load(p_members + o_entry, mask=m_entry, other=0)
-    return o_k, m_k, b_members
-
-
-@triton.jit
-def seen_by(o_k, m_k, b_members, b_limit, C: tl.constexpr):
-    """(rows, BK): which of the listed keys each row sees; b_limit (rows,) is 0 where there is no query."""
-    m_seen = m_k[None, :] & (o_k[None, :] < b_limit[:, None])
-    if C.MEMBERS:
-        o_member = tl.arange(0, C.BQ * C.GP) // C.GP
-        m_seen &= ((b_members[None, :] >> o_member[:, None]) & 1) != 0
-    return m_seen
+            m_seen &= ((b_members[None, :] >> o_member[:, None]) & 1) != 0
+    return o_k, m_k, m_seen
 
 
 @triton.jit
@@ -170,15 +167,17 @@ def tile_keys(p_starts, i_tile, N, S, C: tl.constexpr):
 
 
 @triton.jit
-def entries_at(p_order, p_indices, p_starts, p_limits, i_entry, i_last, i_b, i_hk, m_h, T, N, C: tl.constexpr):
-    """Rows of the next C.BQ entries of a tile: each entry is one query's one block.
-
-    Their numbers in (T, K), their queries, the first key and the key behind the last that they see, and which exist.
-    """
+def entries_at(p_order, i_entry, i_last, m_h, C: tl.constexpr):
+    """Rows of the next C.BQ entries of a tile, (R,), by their numbers in (T, K); -1 where there is none."""
     o_n = i_entry + tl.arange(0, C.BQ * C.GP) // C.GP
-    m_row = m_h & (o_n < i_last)
-    o_entry = tl.load(p_order + (i_b * C.HK + i_hk).to(tl.int64) * T * C.K + o_n, mask=m_row, other=0)
-    o_t = o_entry // C.K
+    return tl.load(p_order + o_n, mask=m_h & (o_n < i_last), other=-1)
+
+
+@triton.jit
+def entry_sees(p_indices, p_starts, p_limits, o_entry, i_b, i_hk, T, N, C: tl.constexpr):
+    """Of entries, each one query's one block: queries, which exist, the first key and the one behind the last seen."""
+    m_row = o_entry >= 0
+    o_t = tl.maximum(o_entry, 0) // C.K
     b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
     b_from = tl.full([C.BQ * C.GP], 0, tl.int32)
     if C.BS < C.BK:
@@ -187,7 +186,13 @@ def entries_at(p_order, p_indices, p_starts, p_limits, i_entry, i_last, i_b, i_h
         i_block = tl.load(p_indices + o_index, mask=m_row, other=0)
         b_from = tl.load(p_starts + i_b * N * C.STARTS_B + i_block, mask=m_row, other=0)
         b_limit = tl.minimum(b_limit, b_from + C.BS)
-    return o_entry, o_t, b_from, b_limit, m_row
+    return o_t, m_row, b_from, b_limit
+
+
+@triton.jit
+def entry_rows(o_entry, i_bh, T, C: tl.constexpr):
+    """Rows of the parts of entries, which are in the order of the indices: (B, Hkv, T * K, G)."""
+    return (i_bh.to(tl.int64) * T * C.K + o_entry) * C.G + tl.arange(0, C.BQ * C.GP) % C.GP
 
 
 @triton.jit
@@ -201,8 +206,8 @@ def weighted_sum(b_w, b_rows, m_seen, b_acc, C: tl.constexpr):
 
 
 @triton.jit
-def union_kernel(p_indices, T, p_number, p_list, p_members, C: tl.constexpr):
-    """The blocks that some query of a tile selected, rising, and a bit for each query that did."""
+def union_kernel(p_indices, p_starts, T, N, p_number, p_list, p_members, C: tl.constexpr):
+    """The first keys of the blocks that some query of a tile selected, rising, and a bit for each query that did."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
     o_q, o_n = tl.arange(0, C.BQ), tl.arange(0, C.KP)
@@ -213,12 +218,13 @@ def union_kernel(p_indices, T, p_number, p_list, p_members, C: tl.constexpr):
     i_row = i_bh * tl.num_programs(0) + i_t
     p_list += i_row.to(tl.int64) * C.ENTRIES
     p_members += i_row.to(tl.int64) * C.ENTRIES
+    p_starts += i_b * N * C.STARTS_B
     FAR: tl.constexpr = 2147483647
     i_next = tl.min(tl.min(tl.where(b_block >= 0, b_block, FAR), 1), 0)
     n = 0
     while i_next < FAR:
         b_has = tl.max((b_block == i_next).to(tl.int32), 1)
-        tl.store(p_list + n, i_next)
+        tl.store(p_list + n, tl.load(p_starts + i_next))
         tl.store(p_members + n, tl.sum(b_has << o_q, 0))
         n += 1
         i_next = tl.min(tl.min(tl.where(b_block > i_next, b_block, FAR), 1), 0)

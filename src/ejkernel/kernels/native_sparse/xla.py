@@ -1,6 +1,7 @@
 """Attention over selected blocks in XLA: a few queries at a time gather their keys; runs everywhere."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -113,8 +114,7 @@ def _by_head(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, 2).reshape(B, C, Hkv * G, *rest)
 
 
-def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+_product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
 def _rows(call: Call) -> Arrays:

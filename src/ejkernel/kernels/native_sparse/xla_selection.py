@@ -46,7 +46,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 
     def best(rows: Arrays) -> jax.Array:
         query = rows["query"].reshape(B, -1, Hkv, H // Hkv, D)
-        logits = jnp.einsum("bthgd,bnhd->bthgn", query, key, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("bthgd,bnhd->bthgn", query, key, precision="highest", preferred_element_type=jnp.float32)
         free = free_blocks(rows["first"], rows["own"], N)[:, :, None]
         lse = rows["lse"].reshape(B, -1, Hkv, H // Hkv, 1)
         weights = jnp.exp(jnp.where(free[..., None, :], call.spec.scale * logits - lse, -jnp.inf))

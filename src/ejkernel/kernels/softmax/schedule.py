@@ -14,6 +14,7 @@ The arithmetic is written over a namespace `xp` of arrays: jax.numpy, numpy wher
 
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -289,7 +290,8 @@ class _Cells(NamedTuple):
 
 def _cell_maps(call: Call, name: str, dims: Dimensions, block_q: int, block_k: int, xp: Any) -> tuple[Any, Any]:
     """Whether any, and whether every, cell that a tile touches is set: (B|1, H|1, nq, nk) each."""
-    grid = call[name]
+    # XLA's evaluator would take a minute for what follows from cells that are known while compiling
+    grid = jax.lax.optimization_barrier(call[name]) if xp is jnp else call[name]
     if name == "mask":
         cells = _Cells(grid, 1 if grid.shape[2] > 1 else dims.T, 1 if grid.shape[3] > 1 else dims.S)
         return _reduced(cells, dims, block_q, block_k, xp)
