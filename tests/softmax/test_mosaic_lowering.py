@@ -1,6 +1,7 @@
 """The Mosaic GPU kernels lower for Hopper on a machine that has none."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -8,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd, mosaic_gpu_fwd
+from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd, mosaic_gpu_bwd_fused, mosaic_gpu_fwd
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import Runs, Walk
+from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
-from ejkernel.ops import Target
+from ejkernel.ops import Target, deterministic
+from ejkernel.ops.autodiff import execute
+from ejkernel.ops.dispatch import plan
 from ejkernel.types import MaskInfo
 
 HOPPER = Target("gpu", "nvidia_h200", "sm_90", cores=132)
@@ -54,12 +59,16 @@ def test_lowers_forward_and_backward(name):
     def both(query, key, value):
         call = canonicalise(query, key, value, **options).on(HOPPER)
         assert mosaic_gpu.unsupported(call) == []
-        config = mosaic_gpu.default_config(call)
+        config = replace(mosaic_gpu.default_config(call), **fused)
         outputs, residuals = mosaic_gpu.forward(call, config)
         return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
 
-    text = jax.jit(both).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 3  # forward, dq, dk and dv
+    for same_bits in (False, True) if CASES[name]["D"] == 128 and mosaic_gpu.CAN_ADD else (True,):
+        fused = {"fused": True} if not same_bits else {}
+        with deterministic(same_bits):
+            text = jax.jit(lambda *x: both(*x)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        kernels = {"forward", "dq", "dkv"} if same_bits else {"forward", "bwd"}
+        assert set(re.findall(r"softmax_(\w+?)_mosaic_gpu", text)) == kernels
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
@@ -100,14 +109,19 @@ def test_programs_share_the_tiles(B, T, H, cores, causal, side):
         assert work.max() - work.min() <= blocks[0] + blocks[-1]
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)
-def test_shared_memory_is_what_the_kernels_allocate(D, split, monkeypatch):
+ONE_KERNEL = [(128, {"fused": True})] if mosaic_gpu.CAN_ADD else []
+
+
+@pytest.mark.parametrize(
+    ("D", "kind"),
+    [(D, {"dkv_split": split, "fused": False}) for D in mosaic_gpu.HEAD_DIMS for split in (False, True)] + ONE_KERNEL,
+)
+def test_shared_memory_is_what_the_kernels_allocate(D, kind, monkeypatch):
     """Arrays in whole kilobytes, Mosaic's scratch in one more, and barriers of 8 bytes for which 256 are set aside."""
     arrays, options = arguments(D, causal=True)
     allocated = {}
 
-    def record(body, semantics, *, out_type, scratch, programs, name):
+    def record(body, semantics, *, out_type, scratch, programs, name, **_):
         barriers = [x.num_barriers for x in scratch.values() if isinstance(x, plgpu.Barrier)]
         tiles = [math.prod(x.shape) * x.dtype.itemsize for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
         kilobytes = 1 + sum(-(-size // 1024) for size in tiles)
@@ -117,12 +131,12 @@ def test_shared_memory_is_what_the_kernels_allocate(D, split, monkeypatch):
 
     def both(query, key, value):
         call = canonicalise(query, key, value, **options).on(HOPPER)
-        config = replace(mosaic_gpu.default_config(call), dkv_split=split)
+        config = replace(mosaic_gpu.default_config(call), **kind)
         outputs, residuals = mosaic_gpu.forward(call, config)
         assert mosaic_gpu.backward(call, residuals, outputs, config)
         return config.shared_bytes(D)
 
-    for module in (mosaic_gpu_fwd, mosaic_gpu_bwd):
+    for module in (mosaic_gpu_fwd, mosaic_gpu_bwd, mosaic_gpu_bwd_fused):
         monkeypatch.setattr(module, "launch", record)
     expected = {}
     jax.eval_shape(lambda *x: expected.update(both(*x)) or x, *arrays)
@@ -155,3 +169,40 @@ def test_a_batch_may_pass_the_limit_of_a_second_grid_dimension():
         return mosaic_gpu.forward(call, mosaic_gpu.default_config(call))
 
     assert "mosaic_gpu" in jax.jit(attend).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)
+def test_the_backward_that_adds_in_any_order_is_taken_unless_the_same_bits_are_asked_for(D):
+    (q, _, _), _ = arguments(D)
+    x = jnp.zeros(q.shape, q.dtype)
+    call = canonicalise(x, x, x).on(HOPPER)
+    with deterministic(False):
+        config = mosaic_gpu.default_config(call)
+        assert not mosaic_gpu.default_config(canonicalise(x, x, x, causal=True).on(HOPPER)).fused
+        assert config.fused == (D == 128 and mosaic_gpu.CAN_ADD)
+        reasons = mosaic_gpu.unsupported_config(call, replace(config, dkv_stages=2, fused=True))
+        assert any("head dim 128" in reason for reason in reasons) == (D != 128)
+        assert ("any order" in mosaic_gpu.remark(call, config)) == config.fused
+    with deterministic():
+        careful = mosaic_gpu.default_config(call)
+        assert not careful.fused
+        assert ("two kernels" in mosaic_gpu.remark(call, careful)) == config.fused
+        reasons = mosaic_gpu.unsupported_config(call, replace(config, fused=True))
+        assert any("the same bits" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("fused", [True, False] if mosaic_gpu.CAN_ADD else [False])
+def test_lowers_the_backward_inside_a_shard_map(fused):
+    """What a kernel adds to must not leave it as a reference: a shard_map could not hold it."""
+    arrays, _ = arguments(128)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+
+    def gradients(query, key, value):
+        call = canonicalise(query, key, value).on(HOPPER)
+        chosen = plan(FLASH_ATTENTION, call, "pallas", {"dq_slots": 6, "fused": fused})
+        return jax.grad(lambda arrays: execute(chosen, arrays)["out"].astype(jnp.float32).sum())(call.arrays)
+
+    split = jax.shard_map(gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with deterministic(False):
+        text = jax.jit(split).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("softmax_bwd_mosaic_gpu" in text) == fused

@@ -14,6 +14,7 @@ and stages*2*block_k*D*2 of keys and values. D64/128/2: 32+64, D128/128/2: 64+12
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,11 +22,14 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.softmax.mosaic_gpu_bwd import backward
 from ejkernel.kernels.softmax.mosaic_gpu_fwd import forward
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import Masks, results_apart
-from ejkernel.kernels.softmax.spec import dimensions
+from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Implementation
+from ejkernel.ops.settings import is_deterministic
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 SMEM_BYTES = 232448
+# JAX 0.10 has no way for a kernel to add to an array that it was given
+CAN_ADD = jax.__version_info__ >= (0, 11)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Config:
         dkv_block_q: queries of a block in the dk/dv kernel.
         dkv_stages: query blocks in flight in the dk/dv kernel.
         dkv_split: one warpgroup sums dv, the other dk, over the same 64 keys (for large head dims).
+        fused: the backward is one kernel, which adds dq in any order (see mosaic_gpu_bwd_fused). Of the fields above it
+            has `dkv_stages`, and blocks of 64 queries.
         semantics: which of Mosaic's two lowerings to use.
         persistent: as many programs as cores, where a fixed deal of tiles is fair.
     """
@@ -51,6 +57,7 @@ class Config:
     dkv_block_q: int = 64
     dkv_stages: int = 2
     dkv_split: bool = False
+    fused: bool = False
     semantics: Literal["warpgroup", "lane"] = "warpgroup"
     persistent: bool = True
 
@@ -64,15 +71,22 @@ class Config:
     def shared_bytes(self, head_dim: int) -> dict[str, int]:
         """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes."""
         row, results = 2 * head_dim, 128 if results_apart(head_dim) else 0
-        keys, gradients = (64, 0) if self.dkv_split else (128, 2 * results)
-        exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
         statistics = 4 * self.dkv_stages * self.dkv_block_q
-        return {
+        ring = 2 * self.dkv_stages * self.dkv_block_q
+        found = {
             "forward": row * (128 + results + 2 * self.stages * self.block_k)
             + _small(8 * 64, _marks(self.stages, self.block_k)),
+        }
+        if self.fused:
+            products = 2 * 2 * 128 * self.dkv_block_q + 4 * 128 * self.dkv_block_q  # ds twice, dq
+            marks = _marks(2 * self.dkv_stages + 2, self.dkv_block_q)
+            return found | {"bwd": row * (2 * 128 + ring) + products + _small(statistics, statistics, marks)}
+        keys, gradients = (64, 0) if self.dkv_split else (128, 2 * results)
+        exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
+        return found | {
             "dq": row * (2 * 128 + results + self.dq_slots * self.dq_block_k)
             + _small(_marks(self.dq_slots, self.dq_block_k)),
-            "dkv": row * (2 * keys + gradients + 2 * self.dkv_stages * self.dkv_block_q)
+            "dkv": row * (2 * keys + gradients + ring)
             + exchange
             + _small(statistics, statistics, _marks(2 * self.dkv_stages, self.dkv_block_q)),
         }
@@ -117,11 +131,31 @@ def unsupported(call: Call) -> list[str]:
 
 def unsupported_config(call: Call, config: Config) -> list[str]:
     """Why a config does not fit the call."""
-    return [
+    D = dimensions(call).D
+    reasons = [
         f"its {kernel} kernel needs {size} bytes of shared memory, of {SMEM_BYTES}"
-        for kernel, size in config.shared_bytes(dimensions(call).D).items()
+        for kernel, size in config.shared_bytes(D).items()
         if size > SMEM_BYTES
     ]
+    return reasons + (_unsupported_fused(D, config) if config.fused else [])
+
+
+def _unsupported_fused(D: int, config: Config) -> list[str]:
+    """Why the backward cannot be one kernel. It does every call of head dim 128 that two kernels do."""
+    limits = {
+        f"fused=True is for head dim 128, not {D}": D != 128,
+        f"fused=True needs dkv_block_q=64, not {config.dkv_block_q}": config.dkv_block_q != 64,
+        "fused=True keeps the gradients of a key together: it needs dkv_split=False": config.dkv_split,
+        f"fused=True needs JAX 0.11, not {jax.__version__}": not CAN_ADD,
+        "fused=True adds gradients in any order, and the same bits are asked for": is_deterministic(),
+    }
+    return [reason for reason, holds in limits.items() if holds]
+
+
+def _fused_is_faster(call: Call) -> bool:
+    """Whether one kernel was measured to be faster than two: without a mask."""
+    hidden = call.spec.chunk is not None or call.spec.band != Band() or "q_segments" in call or "q_positions" in call
+    return not hidden and dimensions(call).D == 128 and CAN_ADD
 
 
 def default_config(call: Call) -> Config:
@@ -132,7 +166,8 @@ def default_config(call: Call) -> Config:
         block_k = 128 if Masks.of(call, "q").mixed else 256
         return Config(block_k=block_k, stages=2, dq_block_k=128, dq_slots=4, dkv_block_q=64, dkv_stages=3)
     if D <= 128:
-        return Config(block_k=128, stages=2, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=2)
+        fused = _fused_is_faster(call) and not is_deterministic()
+        return Config(block_k=128, stages=2, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=2, fused=fused)
     return Config(
         block_k=64,
         stages=2,
@@ -149,7 +184,8 @@ def search_space(call: Call) -> list[Config]:
     """Configs worth timing that fit in shared memory and in the forward's registers."""
     D = dimensions(call).D
     base = default_config(call)
-    found = [base]
+    other = replace(base, fused=not base.fused)
+    found = [base] if unsupported_config(call, other) else [base, other]
     for block_k in (64, 128, 256):
         for stages in (2, 3, 4):
             for persistent in (True, False):
@@ -161,6 +197,15 @@ def search_space(call: Call) -> list[Config]:
     return found
 
 
+def remark(call: Call, config: Config) -> str:
+    """What the order of sums does to a gradient, or costs it."""
+    if config.fused:
+        return "its backward adds dq in any order: the same bits in every run are had with ejkernel.ops.deterministic()"
+    if is_deterministic() and _fused_is_faster(call):
+        return "its backward is two kernels, for the same bits in every run; one kernel takes 10% less time"
+    return ""
+
+
 IMPLEMENTATION = Implementation(
-    Config, unsupported, default_config, search_space, forward, backward, unsupported_config
+    Config, unsupported, default_config, search_space, forward, backward, unsupported_config, remark=remark
 )

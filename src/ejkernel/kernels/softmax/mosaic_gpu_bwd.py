@@ -1,7 +1,8 @@
-"""Softmax attention on Hopper through Pallas Mosaic GPU. Backward: dq, then dk and dv, each owned by one program.
+"""Softmax attention on Hopper through Pallas Mosaic GPU. Backward: dq, then dk and dv, each owned by one program;
+or all three in one kernel, see mosaic_gpu_bwd_fused.
 
-No sum crosses programs, so the gradients are the same bits every run. The price is seven matmuls instead of five:
-logits and dp are computed once per kernel. Logits are recomputed in base 2 against the kept log-sum-exp.
+In two kernels no sum crosses programs, so the gradients are the same bits every run. The price is seven matmuls instead
+of five: logits and dp are computed once per kernel. Logits are recomputed in base 2 against the kept log-sum-exp.
 
 dq: 128 queries a tile, 64 a warpgroup; keys and values stream through one ring of `dq_slots` slots, in the order
 k0 v0 k1 v1 ..., so that an odd number of slots is of use (D256 has room for three).
@@ -31,13 +32,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.softmax.gradients import output_cotangent, sink_gradient
+from ejkernel.kernels.softmax.mosaic_gpu_bwd_fused import fused_gradients
+from ejkernel.kernels.softmax.mosaic_gpu_bwd_tiles import Gradient, QueryLoop, logits_gradient
 from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     LOG2_E,
     ROW,
     WGMMA,
-    Kernel,
     across,
     batch_index,
     launch,
@@ -63,9 +65,11 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Any) -> 
     if "lse" in cotangents:
         delta -= cotangents["lse"].astype(jnp.float32)
     tensors = (q, k, v, dout, *_row_statistics(lse, delta, config))
-    gradients = {"query": _dq(call, config, tensors)[:, : dims.T]}
-    dk, dv = _dkv(call, config, tensors)
-    gradients |= {"key": dk[:, : dims.S], "value": dv[:, : dims.S]}
+    if config.fused:
+        dq, dk, dv = fused_gradients(call, config, tensors)
+    else:
+        dq, (dk, dv) = _dq(call, config, tensors), _dkv(call, config, tensors)
+    gradients = {"query": dq[:, : dims.T], "key": dk[:, : dims.S], "value": dv[:, : dims.S]}
     return gradients | sink_gradient(call, jnp.where(lse == -jnp.inf, jnp.inf, lse), delta)
 
 
@@ -103,26 +107,7 @@ def _dkv(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> tuple[jax.A
     )(*tensors, kernel.operands(call))
 
 
-class _Gradient(Kernel):
-    """What the backward kernels have in common."""
-
-    def weights(self, logits: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Softmax weights of a tile of q.k, and the soft cap's slope."""
-        x, factor, t = self.logits.base2(logits)
-        p = jnp.exp2(x * factor - lse)
-        if keep is not None:
-            p = jnp.where(keep, p, 0.0)
-        return p, None if t is None else 1.0 - t * t
-
-
-def _logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
-    ds = p * (dp - delta)
-    if slope is not None:
-        ds *= slope
-    return ds if keep is None else jnp.where(keep, ds, 0.0)  # 0 * (what a masked value holds) may be nan
-
-
-class _QueryGradient(_Gradient):
+class _QueryGradient(Gradient):
     """dq of 128 queries."""
 
     def scratch(self) -> dict[str, Any]:
@@ -156,8 +141,7 @@ class _QueryGradient(_Gradient):
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dq_acc):
-                own = [scratch[name].at[w] for name in ("q_smem", "do_smem")]
-                step = self._step(refs, scratch, dq_acc, own, (b, blocks - row[0]), rows, lse, delta, scrub)
+                step = self._step(refs, scratch, dq_acc, w, (b, blocks - row[0]), rows, lse, delta, scrub)
                 self.runs.loop(row, step, jnp.int32(0))
                 return dq_acc[...]
 
@@ -174,7 +158,7 @@ class _QueryGradient(_Gradient):
     def _copy(self, k_ref, v_ref, refs, scratch, scrub) -> None:
         block, slots = self.config.dq_block_k, self.config.dq_slots
 
-        def feed(n, blocks):
+        def feed(careful, n, blocks):
             b, h, i = self.walk.place(n)
             h_kv = lax.div(h, jnp.int32(self.dims.G))
             row = self.runs.row(refs, b, h, i)
@@ -186,12 +170,8 @@ class _QueryGradient(_Gradient):
                     at = (batch_index(source, b), pl.ds(j * block, block), h_kv)
                     pl.when(t >= slots)(lambda slot=slot: plgpu.barrier_wait(scratch["free"].at[slot]))
                     how = ()
-                    if self.masks.mixed and source is k_ref:
-                        how = (
-                            jnp.logical_and(scrub, masked_block(row, j)),
-                            scratch["raw"],
-                            flags_of(scratch, slot, block),
-                        )
+                    if careful and source is k_ref:
+                        how = (masked_block(row, j), scratch["raw"], flags_of(scratch, slot, block))
                     fetch(source.at[at], scratch["kv_smem"].at[slot], scratch["ready"].at[slot], *how)
                 return blocks + 1
 
@@ -199,12 +179,13 @@ class _QueryGradient(_Gradient):
 
         copy_tiles(self.walk, scratch, scrub, {"free": 2}, feed)
 
-    def _step(self, refs, scratch, dq_acc, own, place, rows, lse, delta, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, dq_acc, w, place, rows, lse, delta, scrub) -> Callable[..., Any]:
         b, before = place
         block, slots = self.config.dq_block_k, self.config.dq_slots
         shape = (64, block)
 
         def step(i, carry, *, masked: bool):
+            own = [scratch[name].at[self.own(w)] for name in ("q_smem", "do_smem")]
             t = 2 * (i + before)
             k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
             k_smem, v_smem = scratch["kv_smem"].at[k_slot], scratch["kv_smem"].at[v_slot]
@@ -221,7 +202,7 @@ class _QueryGradient(_Gradient):
                 p, slope = self.weights(x, across(lse, shape, 0), keep)
                 dp = dp_acc[...]
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
-                return _logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
+                return logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
 
             ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.wgmma(dq_acc, ds, k_smem)
@@ -232,80 +213,14 @@ class _QueryGradient(_Gradient):
         return step
 
 
-class _QueryLoop(_Gradient):
-    """The loop over a group's query heads and their query blocks, and the copies that feed it."""
-
-    def _scratch(self, keys: tuple[int, ...]) -> dict[str, Any]:
-        c, D = self.config, self.dims.D
-        return retry_scratch(self.masks, 2 * c.dkv_stages, c.dkv_block_q) | {
-            "k_smem": tile_ref((*keys, D), self.dtype),
-            "v_smem": tile_ref((*keys, D), self.dtype),
-            "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
-            "do_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
-            "lse_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
-            "delta_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
-            "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
-            "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
-            "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
-        }
-
-    def _over_heads(self, refs, b, h_kv, i, steps: Any, visit: Callable[..., Any]) -> Any:
-        """visit(head, row, steps so far) -> steps so far, for each query head of the group; steps in all."""
-        G = self.dims.G
-
-        def one(g, steps):
-            h = h_kv * G + g
-            return visit(h, self.runs.row(refs, b, h, i), steps)
-
-        return lax.fori_loop(0, G, one, steps) if G > 1 else one(0, steps)
-
-    def _copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, scratch, scrub) -> None:
-        block, stages = self.config.dkv_block_q, self.config.dkv_stages
-
-        def visit(b, h, row, steps):
-            def copy(n, t):
-                slot = lax.rem(t, jnp.int32(stages))
-                rows = pl.ds(n * block, block)
-                pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
-                for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
-                    ready = scratch[f"{name}_ready"].at[slot]
-                    smem = scratch["lse_smem" if name == "q" else "delta_smem"]
-                    plgpu.copy_gmem_to_smem(statistic.at[b, h, rows], smem.at[slot], ready)
-                    how = ()
-                    if self.masks.mixed:
-                        flag = flags_of(scratch, n_flag * stages + slot, block)
-                        how = (jnp.logical_and(scrub, masked_block(row, n)), scratch["raw"], flag)
-                    fetch(tile.at[b, rows, h], scratch[f"{name}_smem"].at[slot], ready, *how)
-                return t + 1
-
-            return lax.fori_loop(row[0], row[3], copy, steps)
-
-        def feed(n, steps):
-            b, h_kv, i = self.walk.place(n)
-            return self._over_heads(refs, b, h_kv, i, steps, partial(visit, b))
-
-        copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
-
-    def _log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
-        """The base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
-        lse = load(scratch["lse_smem"].at[slot], COL)
-        if masked and self.masks.mixed:
-            for flag in (slot, self.config.dkv_stages + slot):
-                lse += flags(scratch, flag, shape[1], scrub)
-        return across(lse, shape, 1)
-
-    def _loop(self, refs, b, h_kv, i, steps: Any, step: Callable[..., Any]) -> Any:
-        return self._over_heads(refs, b, h_kv, i, steps, lambda h, row, steps: self.runs.loop(row, step, steps))
-
-
-class _KeyGradient(_QueryLoop):
+class _KeyGradient(QueryLoop):
     """dk and dv of 128 keys, 64 in each compute warpgroup."""
 
     def scratch(self) -> dict[str, Any]:
         results = {"dk_smem": tile_ref((2, 64, self.dims.D), self.dtype)}
         results["dv_smem"] = results["dk_smem"]
         own_ready = {"own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2)}
-        return self._scratch((2, 64)) | own_ready | (results if results_apart(self.dims.D) else {})
+        return self.ring_scratch((2, 64)) | own_ready | (results if results_apart(self.dims.D) else {})
 
     def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **scratch: Any) -> None:
         w = lax.axis_index("warpgroup")
@@ -324,9 +239,8 @@ class _KeyGradient(_QueryLoop):
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dk_acc, dv_acc):
-                own = [scratch[name].at[w] for name in ("k_smem", "v_smem")]
-                step = self._step(refs, scratch, dk_acc, dv_acc, own, b, rows, scrub)
-                return self._loop(refs, b, h_kv, i, steps, step), dk_acc[...], dv_acc[...]
+                step = self._step(refs, scratch, dk_acc, dv_acc, w, b, rows, scrub)
+                return self.loop(refs, b, h_kv, i, steps, step), dk_acc[...], dv_acc[...]
 
             acc = plgpu.ACC((64, D), jnp.float32)
             steps, dk, dv = pl.run_scoped(sum_up, acc, acc)
@@ -341,14 +255,15 @@ class _KeyGradient(_QueryLoop):
 
         pl.when(w < 2)(lambda: act("compute", scratch, compute))
         pl.when(w == 2)(
-            lambda: act("copy", scratch, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
+            lambda: act("copy", scratch, partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
         )
 
-    def _step(self, refs, scratch, dk_acc, dv_acc, own, b, rows, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, dk_acc, dv_acc, w, b, rows, scrub) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)  # keys by queries
 
         def step(n, t, *, masked: bool):
+            own = [scratch[name].at[self.own(w)] for name in ("k_smem", "v_smem")]
             slot = lax.rem(t, jnp.int32(stages))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
 
@@ -358,11 +273,11 @@ class _KeyGradient(_QueryLoop):
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
-                lse = self._log_sums(scratch, slot, shape, masked, scrub)
+                lse = self.log_sums(scratch, slot, shape, masked, scrub)
                 p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse, keep)
                 dp = dp_acc[...]
                 delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
-                return p.astype(self.dtype), _logits_gradient(p, dp, delta, slope, keep).astype(self.dtype)
+                return p.astype(self.dtype), logits_gradient(p, dp, delta, slope, keep).astype(self.dtype)
 
             p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.wgmma(dv_acc, p, do_smem)
@@ -374,11 +289,11 @@ class _KeyGradient(_QueryLoop):
         return step
 
 
-class _SplitKeyGradient(_QueryLoop):
+class _SplitKeyGradient(QueryLoop):
     """dk and dv of 64 keys: warpgroup 0 sums dv, warpgroup 1 dk."""
 
     def scratch(self) -> dict[str, Any]:
-        return self._scratch((64,)) | {
+        return self.ring_scratch((64,)) | {
             "p_smem": tile_ref((2, 64, self.config.dkv_block_q), self.dtype),
             "p_ready": plgpu.Barrier(num_barriers=2),
             "p_free": plgpu.Barrier(num_barriers=2),
@@ -402,7 +317,7 @@ class _SplitKeyGradient(_QueryLoop):
                 plgpu.barrier_wait(scratch["own_ready"].at[index])
 
                 def sum_up(acc):
-                    return self._loop(refs, b, h_kv, i, steps, step(refs, scratch, acc, b, rows, scrub)), acc[...]
+                    return self.loop(refs, b, h_kv, i, steps, step(refs, scratch, acc, b, rows, scrub)), acc[...]
 
                 steps, gradient = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
                 return steps, [(gradient * factor, smem, target.at[b, pl.ds(i * 64, 64), h_kv])]
@@ -416,7 +331,7 @@ class _SplitKeyGradient(_QueryLoop):
         pl.when(w == 0)(lambda: act("compute", scratch, values))
         pl.when(w == 1)(lambda: act("compute", scratch, keys))
         pl.when(w == 2)(
-            lambda: act("copy", scratch, partial(self._copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
+            lambda: act("copy", scratch, partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
         )
 
     def _value_step(self, refs, scratch, dv_acc, b, rows, scrub) -> Callable[..., Any]:
@@ -431,7 +346,7 @@ class _SplitKeyGradient(_QueryLoop):
                 plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
                 keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                p, slope = self.weights(s_acc[...], self._log_sums(scratch, slot, shape, masked, scrub), keep)
+                p, slope = self.weights(s_acc[...], self.log_sums(scratch, slot, shape, masked, scrub), keep)
                 if slope is None:
                     return p, p
                 # the slope of a masked pair may be nan
@@ -463,7 +378,7 @@ class _SplitKeyGradient(_QueryLoop):
                 plgpu.barrier_arrive(scratch["p_free"].at[buffer])
                 delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
                 # a weight of 0 is a masked one: what its value holds does not count
-                return _logits_gradient(p, dp_acc[...], delta, None, p != 0.0 if masked else None).astype(self.dtype)
+                return logits_gradient(p, dp_acc[...], delta, None, p != 0.0 if masked else None).astype(self.dtype)
 
             ds = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_wait(scratch["q_ready"].at[slot])

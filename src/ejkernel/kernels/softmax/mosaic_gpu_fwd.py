@@ -87,7 +87,7 @@ class _Forward(Kernel):
     def _copy(self, k_ref, v_ref, refs, scratch, scrub) -> None:
         block_k, stages = self.config.block_k, self.config.stages
 
-        def feed(n, blocks):
+        def feed(careful, n, blocks):
             b, h, i = self.walk.place(n)
             h_kv = lax.div(h, jnp.int32(self.dims.G))
             row = self.runs.row(refs, b, h, i)
@@ -99,12 +99,8 @@ class _Forward(Kernel):
                 fetch(k_ref.at[at], scratch["k_smem"].at[slot], scratch["k_ready"].at[slot])
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["v_free"].at[slot]))
                 how = ()
-                if self.masks.mixed:
-                    how = (
-                        jnp.logical_and(scrub, masked_block(row, j)),
-                        scratch["raw"],
-                        flags_of(scratch, slot, block_k),
-                    )
+                if careful:
+                    how = (masked_block(row, j), scratch["raw"], flags_of(scratch, slot, block_k))
                 fetch(v_ref.at[at], scratch["v_smem"].at[slot], scratch["v_ready"].at[slot], *how)
                 return t + 1
 

@@ -94,12 +94,12 @@ def fetch(source: Any, target: Any, ready: Any, scrub: Any = None, raw: Any = No
     def _scrubbed() -> None:
         plgpu.copy_gmem_to_smem(source, target, raw)
         plgpu.barrier_wait(raw)
-        _scrub(target, flag)
+        scrub_tile(target, flag)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ready)
 
 
-def _scrub(tile: Any, flag: Any) -> None:
+def scrub_tile(tile: Any, flag: Any) -> None:
     """Zero what is not finite in a tile, and set its rows' flags: nan there, else 0.
 
     A row that may see it gets its nan back by the flag, added to its weights (or their logits) before they are masked.

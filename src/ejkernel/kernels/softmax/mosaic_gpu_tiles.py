@@ -343,6 +343,15 @@ def masked_block(row: tuple[Any, ...], i: Any) -> jax.Array:
     return jnp.logical_or(i < full_lo, i >= full_hi)
 
 
+def unknown(number: Any) -> Any:
+    """The number, which the compiler cannot know to be the same in every round of a loop.
+
+    Addresses made from it before the loop would fill registers, and what they drive out to local memory can be more
+    than its cache holds. JAX 0.10 has no barrier for a number.
+    """
+    return lax.optimization_barrier(number) if jax.__version_info__ >= (0, 11) else number
+
+
 def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
@@ -367,8 +376,12 @@ def launch(
     scratch: dict[str, Any],
     programs: int,
     name: str,
+    barriers: bool = True,
 ) -> Callable[..., Any]:
-    """A kernel of so many programs: one grid dimension, because the others end at 65535."""
+    """A kernel of so many programs: one grid dimension, because the others end at 65535.
+
+    `barriers`: whether Mosaic puts its own between what a warpgroup writes to shared memory and what it reads there.
+    """
     lowering = plgpu.LoweringSemantics.Lane if semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
     names = list(scratch)
 
@@ -384,6 +397,11 @@ def launch(
         num_threads=3,
         thread_name="warpgroup",
         # one reduction crosses warps, that of nans: 4 numbers; D256 has no shared memory to spare
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=lowering, reduction_scratch_bytes=16),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=lowering,
+            reduction_scratch_bytes=16,
+            unsafe_no_auto_barriers=not barriers,
+        ),
         kernel_name=name,
     )

@@ -1,6 +1,7 @@
 """What the three warpgroups of a Mosaic GPU kernel do: two compute tiles one after another, and one copies."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -12,16 +13,22 @@ from ejkernel.kernels.softmax.mosaic_gpu_retry import attempts, decide, report_n
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import ROW, Walk, zeros
 
 
-def act(role: Literal["compute", "copy"], scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
+def act(
+    role: Literal["compute", "copy"],
+    scratch: dict[str, Any],
+    attempt: Callable[[Any], Any],
+    registers: tuple[int, int] = (232, 40),
+) -> None:
     """A warpgroup's part in a kernel: two compute, and one copies.
 
     They share the register file: a thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168. Scrubbing
     spills with 40, and is rare.
     """
+    computing, copying = registers
     if role == "compute":
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(computing, action="increase")
     else:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(copying, action="decrease")
     attempts(scratch, attempt)
 
 
@@ -76,15 +83,24 @@ def compute_tiles(
 
 
 def copy_tiles(
-    walk: Walk, scratch: dict[str, Any], scrub: Any, rings: dict[str, int], feed: Callable[[Any, Any], Any]
+    walk: Walk, scratch: dict[str, Any], scrub: Any, rings: dict[str, int], feed: Callable[[bool, Any, Any], Any]
 ) -> None:
-    """The copying warpgroup's part: feed(n, blocks so far) -> blocks so far fills the rings for the n-th tile.
+    """The copying warpgroup's part: feed(careful, n, blocks so far) -> blocks so far fills the rings for the n-th tile.
 
-    `rings` has the barriers of slots that became free, and how many slots a block takes.
+    `rings` has the barriers of slots that became free, and how many slots a block takes. Careful copies, which scrub,
+    have a loop of their own: what they need would be spilled in every other one.
     """
-    blocks = walk.loop(feed, jnp.int32(0))
-    for free, each in rings.items():
-        drain(scratch[free], blocks * each)
+
+    def run(careful: bool) -> None:
+        blocks = walk.loop(partial(feed, careful), jnp.int32(0))
+        for free, each in rings.items():
+            drain(scratch[free], blocks * each)
+
+    if scrub is False:
+        run(False)
+    else:
+        pl.when(jnp.logical_not(scrub))(partial(run, False))
+        pl.when(scrub)(partial(run, True))
     decide(scratch, scrub)
 
 

@@ -1,0 +1,105 @@
+"""What the backward kernels of Mosaic GPU share: weights and gradients of a tile, and the walk of keys over queries."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, Kernel, across, load, masked_block, tile_ref, unknown
+from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import copy_tiles
+
+
+class Gradient(Kernel):
+    """What the backward kernels have in common."""
+
+    def own(self, w: Any) -> Any:
+        """The warpgroup's number, for addresses inside a loop; at D64 registers hold them all, which is faster."""
+        return unknown(w) if self.dims.D == 128 else w
+
+    def weights(self, logits: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Softmax weights of a tile of q.k, and the soft cap's slope."""
+        x, factor, t = self.logits.base2(logits)
+        p = jnp.exp2(x * factor - lse)
+        if keep is not None:
+            p = jnp.where(keep, p, 0.0)
+        return p, None if t is None else 1.0 - t * t
+
+
+def logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
+    ds = p * (dp - delta)
+    if slope is not None:
+        ds *= slope
+    return ds if keep is None else jnp.where(keep, ds, 0.0)  # 0 * (what a masked value holds) may be nan
+
+
+class QueryLoop(Gradient):
+    """The loop over a group's query heads and their query blocks, and the copies that feed it."""
+
+    def ring_scratch(self, keys: tuple[int, ...], own_flags: int = 0) -> dict[str, Any]:
+        """Shared memory of keys, of a ring of query blocks, and of flags: `own_flags` beside those of the ring."""
+        c, D = self.config, self.dims.D
+        return retry_scratch(self.masks, 2 * c.dkv_stages + own_flags, c.dkv_block_q) | {
+            "k_smem": tile_ref((*keys, D), self.dtype),
+            "v_smem": tile_ref((*keys, D), self.dtype),
+            "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
+            "do_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
+            "lse_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
+            "delta_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
+            "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+            "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+        }
+
+    def over_heads(self, refs, b, h_kv, i, steps: Any, visit: Callable[..., Any]) -> Any:
+        """visit(head, row, steps so far) -> steps so far, for each query head of the group; steps in all."""
+        G = self.dims.G
+
+        def one(g, steps):
+            h = h_kv * G + g
+            return visit(h, self.runs.row(refs, b, h, i), steps)
+
+        return lax.fori_loop(0, G, one, steps) if G > 1 else one(0, steps)
+
+    def copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, scratch, scrub) -> None:
+        block, stages = self.config.dkv_block_q, self.config.dkv_stages
+
+        def visit(b, careful, h, row, steps):
+            def block_of(n, t):
+                slot = lax.rem(t, jnp.int32(stages))
+                rows = pl.ds(n * block, block)
+                pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
+                for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
+                    ready = scratch[f"{name}_ready"].at[slot]
+                    smem = scratch["lse_smem" if name == "q" else "delta_smem"]
+                    plgpu.copy_gmem_to_smem(statistic.at[b, h, rows], smem.at[slot], ready)
+                    how = ()
+                    if careful:
+                        flag = flags_of(scratch, n_flag * stages + slot, block)
+                        how = (masked_block(row, n), scratch["raw"], flag)
+                    fetch(tile.at[b, rows, h], scratch[f"{name}_smem"].at[slot], ready, *how)
+                return t + 1
+
+            return lax.fori_loop(row[0], row[3], block_of, steps)
+
+        def feed(careful, n, steps):
+            b, h_kv, i = self.walk.place(n)
+            return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, careful))
+
+        copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
+
+    def log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
+        """The base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
+        lse = load(scratch["lse_smem"].at[slot], COL)
+        if masked and self.masks.mixed:
+            for flag in (slot, self.config.dkv_stages + slot):
+                lse += flags(scratch, flag, shape[1], scrub)
+        return across(lse, shape, 1)
+
+    def loop(self, refs, b, h_kv, i, steps: Any, step: Callable[..., Any]) -> Any:
+        return self.over_heads(refs, b, h_kv, i, steps, lambda h, row, steps: self.runs.loop(row, step, steps))
