@@ -541,3 +541,12 @@ def test_a_run_of_auto_is_another_of_the_platform_it_took():
     for one in results:
         one["status"] = "wrong" if (one["contender"], one["what"]) == ("triton", BOTH) else "ok"
     assert "training" not in tuned(found).entries["flash_attention"]["b"]["triton"]
+
+
+def test_a_few_of_those_measured_are_shown():
+    kept = str(Path(__file__).parents[2] / "benchmarks" / "softmax_nvidia_h200.json")
+    result = run("show", kept, "--case", "documents", "--contender", "auto|Flex")
+    assert result.exit_code == 0 and "ejkernel auto" in result.output and "FlexAttention" in result.output
+    assert "tokamax" not in result.output.split("sm_90")[0]  # what follows names the versions
+    result = run("show", kept, "--contender", "abacus")
+    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)

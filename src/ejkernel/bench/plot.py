@@ -20,11 +20,11 @@ def _colors(found: Document) -> dict[str, str]:
 
 
 def _rows(found: Document) -> list[tuple[str, list[str], str]]:
-    """(title, cases, unit) of each row of panels: cases that differ in head dim and mask alone."""
+    """(title, cases, unit) of each row of panels: cases that differ in head dim and mask alone, times before rates."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     for name, facts in found["cases"].items():
         rows.setdefault((facts["group"], facts.get("T", 0), facts["unit"]), []).append(name)
-    ordered = sorted(rows.items(), key=lambda row: row[0])
+    ordered = sorted(rows.items(), key=lambda row: (row[0][-1] != "ms", row[0]))
     return [(f"{group}, {_common(found, cases)}", cases, unit) for (group, _, unit), cases in ordered]
 
 

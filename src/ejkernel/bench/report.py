@@ -87,10 +87,12 @@ def add(found: Document, results: list[Result]) -> None:
     found["results"] = [*kept, *new.values()]
 
 
-def only(found: Document, wanted: Callable[[str], bool]) -> Document:
-    """The part about the cases wanted."""
+def only(found: Document, wanted: Callable[[str], bool], among: Callable[[str], bool] = lambda name: True) -> Document:
+    """The part about the cases wanted, and about the contenders among whom they are shown."""
     cases = {name: facts for name, facts in found["cases"].items() if wanted(name)}
-    return found | {"cases": cases, "results": [r for r in found["results"] if r["case"] in cases]}
+    contenders = {name: platform for name, platform in found["contenders"].items() if among(name)}
+    results = [r for r in found["results"] if r["case"] in cases and r["contender"] in contenders]
+    return found | {"cases": cases, "contenders": contenders, "results": results}
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------

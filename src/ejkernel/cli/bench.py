@@ -190,11 +190,11 @@ def _check_device(found: "Document", tuned: Path | None) -> None:
         raise typer.BadParameter(f"{tuned} is for {device}, and these times are of {measured}")
 
 
-def _matching(pattern: str | None) -> Callable[[str], bool]:
+def _matching(pattern: str | None, option: str = "--case") -> Callable[[str], bool]:
     try:
         compiled = re.compile(pattern or "")
     except re.error as error:
-        raise typer.BadParameter(f"--case {pattern!r} is no regular expression: {error}") from None
+        raise typer.BadParameter(f"{option} {pattern!r} is no regular expression: {error}") from None
     return lambda name: compiled.search(name) is not None
 
 
@@ -243,6 +243,7 @@ def _measured(
 def show(
     file: Kept,
     case: CaseFilter = None,
+    contender: Annotated[str | None, typer.Option(help="Only contenders whose name matches it.")] = None,
     plot: Plot = None,
     tuned: Tuned = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
@@ -251,9 +252,10 @@ def show(
     from ejkernel.bench import report
 
     loaded = _loaded(file)
-    found = report.only(loaded, _matching(case))
-    if not found["cases"]:
-        raise typer.BadParameter(f"no case matches {case!r}; there are {', '.join(loaded['cases'])}")
+    found = report.only(loaded, _matching(case), _matching(contender, "--contender"))
+    for what, pattern in (("case", case), ("contender", contender)):
+        if not found[f"{what}s"]:
+            raise typer.BadParameter(f"no {what} matches {pattern!r}; there are {', '.join(loaded[f'{what}s'])}")
     _check_device(found, tuned)
     if markdown:
         print(report.markdown(found))
