@@ -102,7 +102,7 @@ def pytest_runtest_teardown(item):
 BUDGETS = {
     "softmax": 900, "paged": 400, "pooling": 60, "linear": 600, "native_sparse": 600, "ring": 600,
     "types": 100, "ops": 200, "cli": 200, "bridge": 60, "seeds": 100, "examples": 200, "operators": 100, "ejgpu": 60,
-    "pytorch": 240,
+    "pytorch": 240, "hardening": 180,
 }  # fmt: skip
 
 

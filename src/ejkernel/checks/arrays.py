@@ -36,12 +36,36 @@ def as_array(name: str, x: ArrayInput) -> jax.Array | np.ndarray:
 
 def float_array(name: str, x: Any) -> jax.Array:
     """An array of one of the dtypes that queries, keys and values have."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if str(dtype) not in FLOATS:
-        raise TypeError(f"{name} has dtype {dtype}; supported: {', '.join(FLOATS)}")
+    check_has_numbers(name, x)
+    if str(x.dtype) not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(FLOATS)}")
     return jnp.asarray(x)
+
+
+def float_dtype(name: str, dtype: Any) -> np.dtype:
+    """One of the dtypes that queries, keys and values have."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in FLOATS:
+        shown = repr(dtype) if found is None else found.name
+        raise TypeError(f"{name}={shown:.80} is not supported; use one of {', '.join(FLOATS)}")
+    return found
+
+
+def check_has_numbers(name: str, x: Any) -> None:
+    """TypeError unless it is an array; a shape with a dtype is none outside of `explain` and `jax.eval_shape`."""
+    if not hasattr(x, "dtype") or isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+
+
+def number_array(name: str, x: Any) -> jax.Array:
+    """`x` as an array of numbers of any kind, from whatever can be one."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be an array of numbers, got {type(x).__name__}: {x!r:.80}") from None
 
 
 def int_array(name: str, x: ArrayInput) -> jax.Array:

@@ -76,6 +76,7 @@ def attention(
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         logits_dtype=softmax_dtype,
+        names={"dropout_seed": "dropout_rng", "logits_dtype": "softmax_dtype"},
     )
     out, weights = with_weights(call, dtype)
     return unfolded(out, query.shape[:-3]), unfolded(weights, query.shape[:-3])

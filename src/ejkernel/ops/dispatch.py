@@ -121,7 +121,7 @@ def _candidates(operation: Operation, call: Call, gradient: bool) -> tuple[list[
 
 def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> tuple[Plan | None, Explanation]:
     """The plan for a call, and the explanation of the choice."""
-    if platform not in (None, "auto", *PLATFORMS):
+    if platform is not None and not (isinstance(platform, str) and platform in ("auto", *PLATFORMS)):
         raise ValueError(f"platform {platform!r} is unknown; use None, 'auto', {', '.join(map(repr, PLATFORMS))}")
     if cfg is not None:
         configs.check_config(cfg)

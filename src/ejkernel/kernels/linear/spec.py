@@ -85,7 +85,9 @@ def canonicalise(
     batch = _check_shapes(query, key, value)
     *_, T, H, D = query.shape
     Dv = value.shape[-1]
-    if g is not None and np.ndim(g) == query.ndim:  # per channel
+    per_channel = None if g is None else float_array("g", g).ndim == query.ndim
+    if per_channel:
+        g = _gate("g", g, (*batch, T, H, D))
         g, gk = None, g if gk is None else _wide("g", g) + _wide("gk", gk)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     arrays["g"] = _gate("g", g, (*batch, T, H))

@@ -115,5 +115,5 @@ def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> t
             raise ValueError(f"kv_lengths {lengths.shape} must have one length for each of the {B} sequences")
         return None, lengths
     if T > S:
-        raise ValueError(f"{T} queries are the last tokens of only {S} keys")
+        raise ValueError(f"{T} queries are the last tokens of only {S} keys: query may not be longer than key")
     return None, None

@@ -94,6 +94,8 @@ def canonicalise(
         raise ValueError("nothing to attend to: give g_cmp, g_slc, g_swa or block_indices")
     if g_swa is not None and window == 0:
         raise ValueError("g_swa weighs the window branch: give window_size, at least 1")
+    if block_counts is None:
+        raise TypeError("block_counts must be a number or one for each query and key head, got None")
     counts = selected.checked_counts(block_counts, (B, T, Hkv))
     if block_indices is not None:
         arrays["block_indices"] = selected.checked_indices(block_indices, (B, T, Hkv))
@@ -126,14 +128,15 @@ def _compressed(
     if not isinstance(compressed, tuple | list) or len(compressed) != 2:
         raise TypeError(f"compressed must be a pair (keys, values), got {type(compressed).__name__}")
     found = {}
-    for name, x, width in zip(("compressed_key", "compressed_value"), compressed, widths, strict=True):
+    for part, x, width in zip(("key", "value"), compressed, widths, strict=True):
+        name = f"{part} of compressed"
         x = folded(float_array(name, x))
         # the last block may be left out while it is not whole
         if x.shape not in ((*rows, Hkv, width), (rows[0], rows[1] - 1, Hkv, width)):
             raise ValueError(f"{name} {x.shape} must have a row for each block: {(*rows, Hkv, width)}")
         if x.dtype != dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query has {dtype}: they must be the same")
-        found[name] = _with_rows(rows[1], x)
+        found[f"compressed_{part}"] = _with_rows(rows[1], x)
     return found
 
 
@@ -278,6 +281,7 @@ def selecting_call(
     softmax_scale: Any = None,
 ) -> Call:
     """Check a call of `select_blocks` and bring it to the form of a whole call, of which it is a part."""
+    compressed_key = float_array("compressed_key", compressed_key)
     query, key, *_ = softmax.checked_tokens(query, compressed_key, compressed_key)
     B, T, _, D = query.shape
     block_size, count = static_int("block_size", block_size, 1), static_int("block_counts", block_counts, 1)

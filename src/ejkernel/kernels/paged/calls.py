@@ -50,6 +50,7 @@ def ragged_page_call(
         _needed("block_tables", block_tables),
         query_start_loc=_needed("query_start_loc", query_start_loc),
         num_seqs=num_seqs,
+        names={"query": "queries", "key_pages": "keys of kv_pages", "value_pages": "values of kv_pages"},
         **options,
     )
 

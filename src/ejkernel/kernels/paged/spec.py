@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks import values as checks
-from ejkernel.checks.arrays import FLOATS, integers, misplaced
+from ejkernel.checks.arrays import FLOATS, check_has_numbers, integers, misplaced
 from ejkernel.checks.options import flag, number, soft_cap, static_int
 from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits, window_band
 from ejkernel.ops import Call, Dims, Shards
@@ -170,7 +170,7 @@ def canonicalise(
         causal=causal,
         window=_window(sliding_window),
         soft_cap=soft_cap(logits_soft_cap),
-        num_splits=None if num_splits is None else static_int("num_splits", num_splits, 1),
+        num_splits=None if num_splits is None else _splits(num_splits),
         with_lse=flag("return_lse", return_lse),
     )
     N = T // tokens if tokens is not None else None
@@ -181,13 +181,22 @@ def canonicalise(
     return Call(spec, {name: jnp.asarray(x)[None] for name, x in arrays.items() if x is not None})
 
 
+_MOST_SPLITS = 2**16
+
+
+def _splits(num_splits: Any) -> int:
+    found = static_int("num_splits", num_splits, 1)
+    if found > _MOST_SPLITS:
+        raise ValueError(f"num_splits={found} must be at most {_MOST_SPLITS}")
+    return found
+
+
 # Queries and pages ------------------------------------------------------------------------------------------
 
 
 def array(name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS) -> Any:
     """An array with one of the ranks and dtypes, without an empty dimension."""
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    check_has_numbers(name, x)
     if str(x.dtype) not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(dtypes)}")
     if x.ndim not in ranks:
@@ -205,11 +214,12 @@ def cache(name: str, x: Any, layout: str, rank: int) -> Any:
 def _check_pages(query: Any, pages: dict[str, Any], names: Mapping[str, str]) -> tuple[int, int, int]:
     """Hkv, P and L, after checking that queries and pages fit."""
     _, H, D = query.shape
+    keys, values, queries = (names.get(name, name) for name in (next(iter(pages)), "value_pages", "query"))
     for name, x in pages.items():
         if x.dtype != query.dtype and x.dtype.name not in CACHE_DTYPES:
             raise TypeError(
-                f"{names.get(name, name)} has dtype {x.dtype}, query has {query.dtype}: they must be the same, or the "
-                f"cache one of {', '.join(CACHE_DTYPES)}"
+                f"{names.get(name, name)} has dtype {x.dtype}, {queries} has {query.dtype}: they must be the same, or "
+                f"the cache one of {', '.join(CACHE_DTYPES)}"
             )
     first, second = next(iter(pages.values())), pages.get("value_pages")
     P, L, rows, width = first.shape
@@ -217,11 +227,13 @@ def _check_pages(query: Any, pages: dict[str, Any], names: Mapping[str, str]) ->
     if second is None and rows % 2:
         raise ValueError(f"kv_pages {first.shape} must hold pairs of key and value: an even number of rows, not {rows}")
     if second is not None and second.shape[:3] != first.shape[:3]:
-        raise ValueError(f"keys {first.shape} and values {second.shape} must have the same pages, page size and heads")
+        raise ValueError(
+            f"{keys} {first.shape} and {values} {second.shape} must have the same pages, page size and heads"
+        )
     if second is not None and second.dtype != first.dtype:
-        raise TypeError(f"keys have dtype {first.dtype} and values {second.dtype}: they must be the same")
+        raise TypeError(f"{keys} has dtype {first.dtype} and {values} {second.dtype}: they must be the same")
     if width != D:
-        raise ValueError(f"head_dim of the keys {first.shape} must be that of the query {query.shape}: {D}")
+        raise ValueError(f"head_dim of {keys} {first.shape} must be that of {queries} {query.shape}: {D}")
     if H % Hkv:
         raise ValueError(
             f"query heads {H=} must be a multiple of key heads {Hkv=}; pages are (pages, size, heads, dim)"

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import FLOATS, concrete, cumulative_lengths
+from ejkernel.checks.arrays import FLOATS, INT32_MAX, check_has_numbers, concrete, cumulative_lengths
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
 from ejkernel.kernels.common.pieces import cut, last_before, most_pieces
@@ -30,6 +30,7 @@ class Spec:
 
 def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Call:
     """Check a call and name its arrays: `x` (B, T, H, D) and, for packed sequences, `cu_seqlens` (1, N + 1)."""
+    check_has_numbers("x", x)
     x = jnp.asarray(x)
     if x.ndim < 3:
         raise ValueError(f"x must be (batch, length, heads, head_dim), its shape is {x.shape}")
@@ -37,6 +38,8 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     if x.dtype.name not in FLOATS:
         raise TypeError(f"x must be one of {', '.join(FLOATS)}, it is {x.dtype}")
     chunk_size = static_int("chunk_size", chunk_size, 1)
+    if chunk_size > INT32_MAX:
+        raise ValueError(f"chunk_size={chunk_size} must fit in int32")
     if cu_seqlens is None:
         return Call(Spec(chunk_size, _chunks(x.shape[1], chunk_size)), {"x": x})
     B, T, _, _ = x.shape

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.checks.arrays import number_array
+from ejkernel.checks.options import static_int
 from ejkernel.kernels.softmax.spec import Band
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -37,12 +39,18 @@ def part_of(layout: str, device: Any, devices: int, length: int) -> Part:
     return Part((device * half, (2 * devices - 1 - device) * half), half)
 
 
-def _check(length: int, devices: int) -> None:
-    if length % (2 * devices):
+def _checked(x: Any, devices: Any, axis: Any) -> tuple[jax.Array, int, int]:
+    """All three, the axis from the front."""
+    x, devices, axis = number_array("x", x), static_int("devices", devices, 1), static_int("axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis={axis} must be one of x, whose shape is {x.shape}")
+    axis %= x.ndim
+    if x.shape[axis] % (2 * devices):
         raise ValueError(
-            f"a length of {length} does not divide into 2 * {devices} chunks, two for each device: pad it to "
-            f"{-(-length // (2 * devices)) * 2 * devices}"
+            f"a length of {x.shape[axis]} of x does not divide into 2 * {devices} chunks, two for each device: pad it "
+            f"to {-(-x.shape[axis] // (2 * devices)) * 2 * devices}"
         )
+    return x, devices, axis
 
 
 def to_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
@@ -63,9 +71,8 @@ def to_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
     >>> from_zigzag(to_zigzag(jnp.arange(8), 2, axis=0), 2, axis=0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    x = jnp.asarray(x)
-    length, axis = x.shape[axis], axis % x.ndim
-    _check(length, devices)
+    x, devices, axis = _checked(x, devices, axis)
+    length = x.shape[axis]
     first, last = jnp.split(x, 2, axis)
     chunks = (*x.shape[:axis], devices, length // (2 * devices), *x.shape[axis + 1 :])
     pairs = [first.reshape(chunks), jnp.flip(last.reshape(chunks), axis)]
@@ -80,9 +87,8 @@ def from_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
     >>> from_zigzag(jnp.array([[0, 3, 1, 2]]), 2).tolist()
     [[0, 1, 2, 3]]
     """
-    x = jnp.asarray(x)
-    length, axis = x.shape[axis], axis % x.ndim
-    _check(length, devices)
+    x, devices, axis = _checked(x, devices, axis)
+    length = x.shape[axis]
     pairs = x.reshape(*x.shape[:axis], devices, 2, length // (2 * devices), *x.shape[axis + 1 :])
     first, last = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(x.shape)

@@ -50,7 +50,7 @@ def canonicalise(
 ) -> Call:
     """Check a call; where arrays are one device's part already, `devices` is how many parts there are."""
     for name, given, known in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
-        if given not in known:
+        if not isinstance(given, str) or given not in known:
             raise ValueError(f"{name}={given!r} is unknown; use one of {', '.join(map(repr, known))}")
     call = softmax.canonicalise(query, key, value, None, None, None, softmax_aux, **options)
     if "pattern" in call:

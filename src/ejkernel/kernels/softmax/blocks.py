@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import bool_array
+from ejkernel.checks.arrays import bool_array, check_has_numbers
 from ejkernel.checks.options import int_pair
 from ejkernel.types import BlockPattern, MaskInfo
 
@@ -22,8 +22,9 @@ _MOST_CALLS = 2**17
 def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_info: MaskInfo | None) -> MaskInfo:
     """The mask of a block pattern, with whatever else `mask_info` says."""
     for name, x in (("query", query), ("key", key)):
-        if getattr(x, "ndim", 0) < 3:
-            raise ValueError(f"{name} must have 4 dimensions (batch, length, heads, head_dim), got {jnp.shape(x)}")
+        check_has_numbers(name, x)
+        if x.ndim < 3:
+            raise ValueError(f"{name} must have 4 dimensions (batch, length, heads, head_dim), got {x.shape}")
     *batch, T, H, _ = query.shape
     B, S = math.prod(batch), key.shape[-3]
     pattern = _pattern(block_mask, block_size, (B, H, T, S))
@@ -31,6 +32,8 @@ def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_in
     for what, found, wanted in (("batch", mask.shape[0], B), ("heads", mask.shape[1], H)):
         if found not in (1, wanted):
             raise ValueError(f"block_mask has {what} {found}, query has {wanted}; it is {pattern!r}")
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise TypeError(f"mask_info must be a MaskInfo, got {type(mask_info).__name__}")
     return mask if mask_info is None else mask & mask_info
 
 

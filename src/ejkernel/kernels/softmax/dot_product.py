@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import core as jax_core
 
-from ejkernel.checks.arrays import FLOATS
+from ejkernel.checks.arrays import FLOATS, number_array
 from ejkernel.checks.options import flag, int_pair
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
@@ -32,7 +32,7 @@ class Dropout(NamedTuple):
 
 def platform_of(implementation: Any, platform: str | None) -> str | None:
     """The platform that jax.nn's `implementation` is, unless `platform` says one."""
-    if implementation not in PLATFORMS:
+    if implementation is not None and not (isinstance(implementation, str) and implementation in PLATFORMS):
         known = ", ".join(map(repr, PLATFORMS))
         raise ValueError(f"implementation={implementation!r} is unknown; use {known}, or platform=")
     if implementation is not None and platform is not None:
@@ -97,18 +97,29 @@ def dot_product_call(arguments: Arguments, dropout: Dropout, dtype: Any, precisi
         dropout_prob=rate,
         dropout_seed=dropout.rng,
         precision=precision,
+        names={"dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng", "softmax_scale": "scale"},
     )
     return _with_shared_dropout(call) if rate and dropout.broadcast else call
 
 
 def _as_float(name: str, x: Any, dtype: Any) -> jax.Array:
     """An array in the dtype asked for, or its own; what is not one of ours is computed in float32."""
-    array = jnp.asarray(x) if dtype is None else jnp.asarray(x, dtype)
+    array = number_array(name, x)
+    if array.ndim < 3 and name != "bias":
+        raise ValueError(f"{name} must have 4 dimensions (batch, length, heads, head_dim), got shape {array.shape}")
+    array = array if dtype is None else array.astype(_dtype(dtype))
     if array.dtype.name in FLOATS:
         return array
     if not jnp.issubdtype(array.dtype, jnp.floating) and name != "bias":
         raise TypeError(f"{name} has dtype {array.dtype}; it must be a float")
     return array.astype(jnp.float32)
+
+
+def _dtype(dtype: Any) -> Any:
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype={dtype!r:.80} is not the name of one") from None
 
 
 def _masks(arguments: Arguments, batch: Batch, lengths: tuple[int, int], *, flax: bool) -> MaskInfo:
@@ -127,7 +138,7 @@ def _masks(arguments: Arguments, batch: Batch, lengths: tuple[int, int], *, flax
 
 
 def _as_bool(mask: Any, flax: bool) -> jax.Array:
-    mask = jnp.asarray(mask)
+    mask = number_array("mask", mask)
     if mask.dtype == jnp.bool_:
         return mask
     if flax:  # whose masks are ones and zeros of any dtype
@@ -153,7 +164,7 @@ def _lengths(name: str, x: Any, length: int, rows: int) -> jax.Array:
     """(B,) lengths; those past the end mean the end, as in jax.nn."""
     if x is None:
         return jnp.full(rows, length, jnp.int32)
-    x = jnp.asarray(x)
+    x = number_array(name, x)
     if x.shape != (rows,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be int32 ({rows},), one per sequence, got {x.dtype} {x.shape}")
     return jnp.clip(x, 0, length).astype(jnp.int32)
@@ -161,7 +172,8 @@ def _lengths(name: str, x: Any, length: int, rows: int) -> jax.Array:
 
 def _banded(mask: MaskInfo, is_causal: bool, window: Any, offset: int) -> MaskInfo:
     if window is not None:
-        left, right = int_pair("local_window_size", window)
+        # half of int32, in which positions are: more is as good as unbounded
+        left, right = (min(max(side, -(2**30)), 2**30) for side in int_pair("local_window_size", window))
         mask = mask.narrowed((offset - left, offset + right))
     return mask.apply_causal(offset) if is_causal else mask
 

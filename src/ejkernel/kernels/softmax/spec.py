@@ -1,14 +1,16 @@
 """The canonical call of softmax attention: every check and every default is here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import FLOATS, cumulative_lengths, float_array
+from ejkernel.checks.arrays import FLOATS, INT32_MAX, cumulative_lengths, float_array, number_array
 from ejkernel.checks.options import flag, number, soft_cap
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
@@ -113,8 +115,12 @@ def canonicalise(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: bool = False,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
-    """Check everything about a call and bring it to its one canonical form."""
+    """Check everything about a call and bring it to its one canonical form.
+
+    `names` are those that errors use for arguments which the caller knows by another.
+    """
     query, key, value, batch, dims = checked_tokens(query, key, value)
     offsets = _packed_offsets(dims, cum_seqlens_q, cum_seqlens_k)
     mask = _combined_mask(dims, mask_info, offsets)
@@ -124,24 +130,31 @@ def canonicalise(
     arrays |= _mask_arrays(mask)
     if mask_info is None:  # which may hide more, and the offsets would not say so
         arrays |= {name: None if x is None else x[None] for name, x in offsets.items()}
-    dropout = number("dropout_prob", dropout_prob)
+    called = dict(zip(_RENAMED, _RENAMED, strict=True)) | {**names}
+    dropout = number(called["dropout_prob"], dropout_prob)
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout_prob={dropout_prob} must be at least 0 and below 1")
+        raise ValueError(f"{called['dropout_prob']}={dropout_prob} must be at least 0 and below 1")
     if dropout > 0.0:
-        arrays["dropout_seeds"] = head_seeds(_seed(dropout_seed, dropout), dims.B, dims.H)
+        if dropout_seed is None:
+            raise ValueError(f"{called['dropout_prob']}={dropout} needs {called['dropout_seed']}")
+        arrays["dropout_seeds"] = head_seeds(_seed(called["dropout_seed"], dropout_seed), dims.B, dims.H)
     spec = Spec(
-        scale=dims.D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale),
+        scale=dims.D**-0.5 if softmax_scale is None else number(called["softmax_scale"], softmax_scale),
         band=Band(*mask.band) & Band(None, 0 if flag("causal", causal) else None) & window_band(sliding_window),
         chunk=mask.chunk,
         soft_cap=soft_cap(logits_soft_cap),
         dropout=dropout,
-        logits_dtype=_logits_dtype(logits_dtype),
+        logits_dtype=_logits_dtype(called["logits_dtype"], logits_dtype),
         precision=_precision(precision),
         pattern_block=None if mask.pattern is None else mask.pattern.block_shape,
         with_argmax=not flag("normalize_output", normalize_output),
         with_lse=flag("return_lse", return_lse),
     )
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
+
+
+# arguments that some public functions call otherwise
+_RENAMED = ("dropout_prob", "dropout_seed", "softmax_scale", "logits_dtype")
 
 
 # q, k, v ----------------------------------------------------------------------------------------------------
@@ -216,17 +229,18 @@ def window_band(sliding_window: Any) -> Band:
             raise TypeError(f"sliding_window={sliding_window!r} must hold ints or None")
         if side is not None and side < 0:
             raise ValueError(f"sliding_window={sliding_window!r} must not be negative")
-    left, right = pair
+    # beyond int32, in which positions are, a side is as good as unbounded
+    left, right = (None if side is None or side > INT32_MAX else side for side in pair)
     return Band(None if left is None else -int(left), None if right is None else int(right))
 
 
-def _logits_dtype(dtype: Any) -> str:
+def _logits_dtype(called: str, dtype: Any) -> str:
     try:
         name = np.dtype(dtype).name if not hasattr(dtype, "dtype") else np.dtype(dtype.dtype).name
     except TypeError:
         name = str(dtype)
     if name not in FLOATS:
-        raise TypeError(f"logits_dtype={name} is not supported; use one of {', '.join(FLOATS)}")
+        raise TypeError(f"{called}={name} is not supported; use one of {', '.join(FLOATS)}")
     return name
 
 
@@ -235,23 +249,21 @@ def _precision(precision: Any) -> Any:
         return precision
     try:
         return jax.lax.Precision(precision)
-    except ValueError:
+    except (ValueError, TypeError):  # what cannot be hashed is a TypeError
         known = ", ".join(repr(p.name.lower()) for p in jax.lax.Precision)
         raise ValueError(f"precision={precision!r} is unknown; use None, {known} or a jax.lax.Precision") from None
 
 
-def _seed(seed: Any, dropout: float) -> jax.Array:
-    if seed is None:
-        raise ValueError(f"dropout_prob={dropout} needs dropout_seed")
+def _seed(called: str, seed: Any) -> jax.Array:
     if isinstance(seed, int | np.integer):
         return jnp.uint32(int(seed) % 2**32)
-    seed = jnp.asarray(seed)
+    seed = number_array(called, seed)
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return _key_bits(seed)
     if seed.shape == (2,) and seed.dtype == jnp.uint32:  # a key of the old kind
         return _key_bits(seed)
     if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
-        raise TypeError(f"dropout_seed must be an int, an integer scalar or a key, got {seed.dtype} {seed.shape}")
+        raise TypeError(f"{called} must be an int, an integer scalar or a key, got {seed.dtype} {seed.shape}")
     return seed.astype(jnp.uint32)
 
 
@@ -278,6 +290,8 @@ def initial_bias(bias: Any, init_bias: Any, mask_info: Any) -> Any:
     """The bias, or the one `init_bias` makes when there is neither bias nor mask."""
     if bias is not None or mask_info is not None or init_bias is None:
         return bias
+    if not callable(init_bias):
+        raise TypeError(f"init_bias must be a function, got {type(init_bias).__name__}: {init_bias!r:.80}")
     return init_bias()
 
 

@@ -4,9 +4,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.checks.arrays import FLOATS
+from ejkernel.checks.arrays import float_dtype
 from ejkernel.kernels.softmax.reference import dropped, weighted_values, weights
 from ejkernel.kernels.softmax.spec import Spec
 from ejkernel.ops import Call, say_it_has_no_kernel
@@ -14,9 +13,7 @@ from ejkernel.ops import Call, say_it_has_no_kernel
 
 def with_weights(call: Call, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     """out (B, T, H, Dv) and weights (B, H, T, S), both in `dtype`."""
-    dtype = call["query"].dtype if dtype is None else jnp.dtype(dtype)
-    if dtype.name not in FLOATS:
-        raise TypeError(f"dtype={dtype.name} is not supported; use one of {', '.join(FLOATS)}")
+    dtype = call["query"].dtype if dtype is None else float_dtype("dtype", dtype)
     say_it_has_no_kernel("attention", call.arrays, "its definition: the matrix of weights is an output")
     return _with_weights(call.spec, dtype, call.arrays)
 
