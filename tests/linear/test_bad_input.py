@@ -28,7 +28,7 @@ ERRORS = {
     "empty-dim": ((Q[..., :0], K[..., :0], V), {}, ValueError, "query has an empty dimension"),
     "g": ((Q, K, V, Q[:, 0]), {}, ValueError, r"g has shape \(2, 3, 4\), needed \(2, 6, 3\)"),
     "g-integers": ((Q, K, V, jnp.zeros((B, T, H), int)), {}, TypeError, "g has dtype int32"),
-    "g-per-channel": ((Q, K, V, V), {}, ValueError, r"gk has shape \(2, 6, 3, 5\), needed \(2, 6, 3, 4\)"),
+    "g-per-channel": ((Q, K, V, V), {}, ValueError, r"g has shape \(2, 6, 3, 5\), needed \(2, 6, 3, 4\)"),
     "g_gamma": ((Q, K, V), {"g_gamma": jnp.zeros(4)}, ValueError, r"g_gamma has shape \(4,\), needed \(3,\)"),
     "gk": ((Q, K, V), {"gk": V}, ValueError, r"gk has shape \(2, 6, 3, 5\), needed \(2, 6, 3, 4\)"),
     "gv": ((Q, K, V), {"gv": Q}, ValueError, r"gv has shape \(2, 6, 3, 4\), needed \(2, 6, 3, 5\)"),

@@ -106,7 +106,7 @@ def test_dropout(kind):
     np.testing.assert_allclose(found, right, atol=1e-5)
     calm = out(attend, q, k, v, causal=True, deterministic=True, dropout_rng=key)
     np.testing.assert_allclose(calm, modules.flash_attention(q, k, v, causal=True), atol=1e-5)
-    with pytest.raises(ValueError, match=r"dropout_prob=0\.4 needs dropout_seed"):
+    with pytest.raises(ValueError, match=r"dropout_prob=0\.4 needs dropout_(seed|rng)"):
         attend(q, k, v, causal=True, deterministic=False)
 
 

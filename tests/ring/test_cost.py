@@ -87,7 +87,7 @@ def test_zigzag_and_back(axis):
     np.testing.assert_array_equal(from_zigzag(to_zigzag(x, 3, axis), 3, axis), x)
     parts = [np.asarray(part_of("zigzag", r, 3, 8).index) for r in range(3)]
     np.testing.assert_array_equal(to_zigzag(jnp.arange(24), 3, 0), np.concatenate(parts))
-    with pytest.raises(ValueError, match=r"length of 24 does not divide into 2 \* 5 chunks.* pad it to 30"):
+    with pytest.raises(ValueError, match=r"length of 24 of x does not divide into 2 \* 5 chunks.* pad it to 30"):
         to_zigzag(x, 5, axis)
 
 

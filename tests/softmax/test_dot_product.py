@@ -225,5 +225,5 @@ def test_dropout_as_flax_asks_for_it():
     np.testing.assert_array_equal(apart, flash_attention(ones, ones, ones, dropout_prob=0.5, dropout_seed=rng))
     off = dot_product_attention(ones, ones, ones, **options | {"deterministic": True})
     np.testing.assert_allclose(off, 1.0, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"dropout_prob=0\.5 needs dropout_seed"):
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.5 needs dropout_rng"):
         dot_product_attention(ones, ones, ones, **options | {"dropout_rng": None})
