@@ -89,7 +89,7 @@ WRONG = {
                     "key_cache has dtype bfloat16, query has float32: .* float8_e4m3fn, float8_e5m2, int8"),
     "cache-uint8": ("page", {"key_cache": ones(6, 4, 2, 8, dtype="uint8")}, TypeError, "key_cache has dtype uint8"),
     "caches-differ": ("page", {"value_cache": ones(7, 4, 2, 8)}, ValueError, r"\(6, 4, 2, 8\) and .*\(7, 4, 2, 8\)"),
-    "cache-dtypes-differ": ("page", {"value_cache": ones(6, 4, 2, 8, dtype="int8")}, TypeError, "key_cache has dtype float32 and value_cache int8"),
+    "cache-dtypes-differ": ("page", {"value_cache": ones(6, 4, 2, 8, dtype="int8")}, TypeError, "value_cache int8"),
     "odd-rows": ("ragged", {"kv_pages": ones(6, 4, 3, 8)}, ValueError, "even number of rows, not 3"),
     "three-caches": ("ragged", {"kv_pages": (CACHE,) * 3}, ValueError, r"the pair \(key_pages, value_pages\), got 3"),
     "pair-rank": ("ragged", {"kv_pages": (CACHE, ones(6, 4, 8))}, ValueError, "value_pages of kv_pages must be"),
