@@ -17,6 +17,8 @@ import gc, os, signal, time
 import jax, jax.numpy as jnp
 from ejkernel.cli.interrupt import end_on_interrupt
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def command():
     work = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, lambda i, y: jnp.cos(y @ x), x))(jnp.ones((256, 256)))
     gc.callbacks.append(lambda phase, info: gc.callbacks.pop() and os.kill(os.getpid(), signal.SIGINT))
