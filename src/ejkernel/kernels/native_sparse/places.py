@@ -57,6 +57,12 @@ def _places(T: int, S: int, block_size: int, rows: int, cu_seqlens: Any, kv_leng
     return Places(jnp.asarray(starts), jnp.zeros_like(own), own, limits, jnp.zeros_like(starts))
 
 
+def first_keys(starts: jax.Array, indices: jax.Array, none: int) -> jax.Array:
+    """The first key of every selected block, shaped as `indices` (B, ...), from the table (B|1, N); of none, `none`."""
+    table = jnp.broadcast_to(starts, (indices.shape[0], starts.shape[1]))
+    return jnp.where(indices >= 0, jax.vmap(lambda row, at: row[jnp.maximum(at, 0)])(table, indices), none)
+
+
 def places_of(call: Call) -> tuple[Places, jax.Array | None]:
     """The places of a whole call, or of one that only selects, and its packed sequences (N + 1,) if it has such."""
     spec, T = call.spec, call["query"].shape[1]

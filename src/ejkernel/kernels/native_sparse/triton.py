@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.native_sparse.lists import Entries, entries, tiling
+from ejkernel.kernels.native_sparse.places import first_keys
 from ejkernel.kernels.native_sparse.spec import dimensions
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.ops import Call, Implementation
@@ -214,8 +215,7 @@ class _ByQueries:
 
     def _as_they_are(self, call: Call) -> Arrays:
         indices = jnp.moveaxis(call["indices"], 2, 1)
-        starts = jnp.broadcast_to(call["starts"], (indices.shape[0], call["starts"].shape[1]))
-        first = jnp.where(indices >= 0, jax.vmap(lambda row, at: row[jnp.maximum(at, 0)])(starts, indices), -1)
+        first = first_keys(call["starts"], indices, -1)
         last = jnp.where(indices >= 0, jnp.arange(1, indices.shape[-1] + 1, dtype=jnp.int32), 0).max(-1)
         flat = self.grid[::-1]
         return {"p_number": last.reshape(flat), "p_list": first.reshape(*flat, -1), "p_members": last.reshape(flat)}

@@ -15,9 +15,11 @@ from ejkernel.kernels.native_sparse.triton_tiles import (
     item_keys,
     listed_keys,
     load_tile,
+    part_rows,
     query_rows,
     store_tile,
     tile_keys,
+    tile_rows,
     weighted_sum,
 )
 
@@ -147,13 +149,9 @@ def dq_sum_kernel(p_part, p_indices, T, scale, p_dq, C: tl.constexpr):
     """The parts of a query's blocks, in order; C.BQ queries to a program."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
-    o_t = i_t * C.BQ + tl.arange(0, C.BQ * C.GP) // C.GP
-    o_h, m_h = head_of(i_hk, C)
-    m_row = m_h & (o_t < T)
-    o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K
+    o_t, _, m_row, o_answer = tile_rows(i_t, i_b, i_hk, T, C)
     b_dq = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
     for n in tl.range(C.K, loop_unroll_factor=4):
-        # parts of blocks that are none were never written
-        m_part = m_row & (tl.load(p_indices + o_index + n, mask=m_row, other=-1) >= 0)
-        b_dq += load_tile(p_part, entry_rows(o_t * C.K + n, i_bh, T, C), m_part, C.D, C.BD).to(tl.float32)
-    store_tile(p_dq, b_dq * scale, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, m_row, C.D, C.BD)
+        o_row, m_part = part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
+        b_dq += load_tile(p_part, o_row, m_part, C.D, C.BD).to(tl.float32)
+    store_tile(p_dq, b_dq * scale, o_answer, m_row, C.D, C.BD)

@@ -17,9 +17,11 @@ from ejkernel.kernels.native_sparse.triton_tiles import (
     item_keys,
     listed_keys,
     load_tile,
+    part_rows,
     query_rows,
     store_answer,
     store_tile,
+    tile_rows,
     weighted_sum,
 )
 
@@ -120,17 +122,11 @@ def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.
     """The parts of a query's blocks, and its sinks, into one answer; C.BQ queries to a program."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
-    R: tl.constexpr = C.BQ * C.GP
-    o_t = i_t * C.BQ + tl.arange(0, R) // C.GP
-    o_h, m_h = head_of(i_hk, C)
-    m_row = m_h & (o_t < T)
+    o_t, o_h, m_row, o_answer = tile_rows(i_t, i_b, i_hk, T, C)
     b_top, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
-    b_out = tl.full([R, C.BDV], 0.0, tl.float32)
-    o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K
+    b_out = tl.full([C.BQ * C.GP, C.BDV], 0.0, tl.float32)
     for n in tl.range(C.K, loop_unroll_factor=4):
-        # parts of blocks that are none were never written
-        m_part = m_row & (tl.load(p_indices + o_index + n, mask=m_row, other=-1) >= 0)
-        o_row = entry_rows(o_t * C.K + n, i_bh, T, C)
+        o_row, m_part = part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
         b_part = tl.load(p_part_lse + o_row, mask=m_part, other=float("-inf"))
         b_new = tl.maximum(b_top, b_part)
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -140,5 +136,4 @@ def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.
         b_top = b_new
         b_x = load_tile(p_part, o_row, m_part, C.DV, C.BDV).to(tl.float32)
         b_out = b_out * b_shrink[:, None] + b_x * b_weight[:, None]
-    o_answer = (i_b.to(tl.int64) * T + o_t) * C.H + o_h
     store_answer(p_out, p_lse, b_out, b_top, b_sum, o_answer, m_row, i_b, o_h, o_t, T, C)

@@ -78,13 +78,27 @@ def head_of(i_hk, C: tl.constexpr):
 
 
 @triton.jit
-def query_rows(p_limits, i_t, i_b, i_hk, T, S, C: tl.constexpr):
-    """Of a tile's queries and heads, (BQ * GP,) each: query, head, which exist, row, the key behind the last seen."""
+def tile_rows(i_t, i_b, i_hk, T, C: tl.constexpr):
+    """Of a tile's queries and heads, (BQ * GP,) each: query, head, which exist, row."""
     o_t = i_t * C.BQ + tl.arange(0, C.BQ * C.GP) // C.GP
     o_h, m_h = head_of(i_hk, C)
-    m_row = m_h & (o_t < T)
+    return o_t, o_h, m_h & (o_t < T), (i_b.to(tl.int64) * T + o_t) * C.H + o_h
+
+
+@triton.jit
+def query_rows(p_limits, i_t, i_b, i_hk, T, S, C: tl.constexpr):
+    """The same, and the key behind the last that each sees."""
+    o_t, o_h, m_row, o_row = tile_rows(i_t, i_b, i_hk, T, C)
     b_limit = tl.load(p_limits + i_b * T * C.LIMITS_B + o_t, mask=m_row, other=0)
-    return o_t, o_h, m_row, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, tl.minimum(b_limit, S)
+    return o_t, o_h, m_row, o_row, tl.minimum(b_limit, S)
+
+
+@triton.jit
+def part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C: tl.constexpr):
+    """Rows of the parts of each query's n-th block, and which exist: of a block that is none, none was written."""
+    o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K + n
+    m_part = m_row & (tl.load(p_indices + o_index, mask=m_row, other=-1) >= 0)
+    return entry_rows(o_t * C.K + n, i_bh, T, C), m_part
 
 
 @triton.jit

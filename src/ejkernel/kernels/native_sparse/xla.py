@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
+from ejkernel.kernels.native_sparse.places import first_keys
 from ejkernel.kernels.native_sparse.rows import cut_rows, joined_rows, over_rows
 from ejkernel.kernels.native_sparse.spec import Dimensions, dimensions
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
@@ -57,16 +58,6 @@ def _source(call: Call) -> _Source:
     return _Source(padded(call["key"]), padded(call["value"]), call["starts"])
 
 
-def _first_keys(source: _Source, indices: jax.Array) -> jax.Array:
-    """The first key (B, Hkv, C, K) of every selected block; that of none is behind the last."""
-    B = indices.shape[0]
-    N = source.starts.shape[1]
-    starts = jnp.broadcast_to(source.starts, (B, N))
-    first = jax.vmap(lambda row, at: row[jnp.maximum(at, 0)])(starts, indices)
-    none = source.key.shape[2]
-    return jnp.where(indices >= 0, first, none).swapaxes(1, 2)
-
-
 def _gather(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
     """Blocks (B, Hkv, C, K * size, D) of rows of x (B, Hkv, S', D) from the rows `first` (B, Hkv, C, K) on."""
     rows, D = x.shape[2:]
@@ -91,7 +82,8 @@ class _Gathered(NamedTuple):
 
 def _gathered(call: Call, source: _Source, rows: Arrays) -> _Gathered:
     size = call.spec.block_size
-    first = _first_keys(source, rows["indices"])
+    # that of none is behind the last
+    first = first_keys(source.starts, rows["indices"], source.key.shape[2]).swapaxes(1, 2)
     position = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*first.shape[:3], -1)
     seen = position < rows["limits"][:, None, :, None]
 

@@ -153,9 +153,11 @@ def _unsupported_fused(D: int, config: Config) -> list[str]:
 
 
 def _fused_is_faster(call: Call) -> bool:
-    """Whether one kernel was measured to be faster than two: without a mask."""
+    """Whether one kernel was measured to be faster than two: without a mask, as many key heads, whole tiles."""
+    dims = dimensions(call)
     hidden = call.spec.chunk is not None or call.spec.band != Band() or "q_segments" in call or "q_positions" in call
-    return not hidden and dimensions(call).D == 128 and CAN_ADD
+    whole = dims.Hkv == dims.H and dims.T % 128 == 0 and dims.S % 128 == 0
+    return whole and not hidden and dims.D == 128 and CAN_ADD
 
 
 def default_config(call: Call) -> Config:
