@@ -4,9 +4,9 @@ import dataclasses
 import errno
 import json
 import os
+import threading
 import time
 from collections import deque
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from ejkernel.about import benchmark
 from ejkernel.about.benchmark import BOTH, FORWARD, Contender, jax_program
+from ejkernel.about.quiet import Quiet
 from ejkernel.bench import measure, report, timing
 from ejkernel.bench.contenders import all_contenders
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
@@ -123,7 +124,7 @@ def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch):
         return {"y": jax.pure_callback(tick, jax.ShapeDtypeStruct((4,), "float32"), arrays["x"])}
 
     monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    program = jax_program(double, {"x": np.ones(4, np.float32)}, nullcontext(), chain=("x", "y", 10))
+    program = jax_program(double, {"x": np.ones(4, np.float32)}, Quiet(), chain=("x", "y", 10))
     assert np.asarray(program.results()["y"]).tolist() == [2.0] * 4
     ran.clear()
     assert program.seconds(1) == 1.0 and ran == [2.0**n for n in range(10)]
@@ -134,7 +135,7 @@ def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch):
 def test_a_scale_ignored_is_a_wrong_answer(cache):
     case = PagedCase("decode", 2, 40, 8, 4, 2, 16, "float32", cache, "ms")
     problem = PAGED.benchmark.problem(case)
-    (truth,) = problem.truths(nullcontext())
+    (truth,) = problem.truths(Quiet())
     right = page_attention(**problem.arrays, k_scale=case.scales[0], v_scale=case.scales[1])
     assert truth.error("out", right).ok
     assert not truth.error("out", page_attention(**problem.arrays, k_scale=1.0, v_scale=case.scales[1])).ok
@@ -455,7 +456,7 @@ def test_ours_do_not_wait_for_peers(toy, monkeypatch):
         return got
 
     everybody = [contender("ours"), contender("slow", slow), contender("late")]
-    told = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, nullcontext(), deadline=100.0, early=True))
+    told = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, Quiet(), deadline=100.0, early=True))
     cells = [[(r.contender, r.status, r.alone) for r in some.results] for some in told]
     assert cells == [
         [],
@@ -550,3 +551,26 @@ def test_a_few_of_those_measured_are_shown():
     assert "tokamax" not in result.output.split("sm_90")[0]  # what follows names the versions
     result = run("show", kept, "--contender", "abacus")
     assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)
+
+
+def test_who_measures_is_alone_on_the_device(tmp_path):
+    """Two may tune at a time; nobody measures meanwhile, and nobody tunes while one measures."""
+    lock = str(tmp_path / "lock")
+    first, second, measuring, happened = Quiet(lock), Quiet(lock), Quiet(lock), []
+
+    def measured():
+        with measuring, measuring:
+            happened.append("measured")
+
+    with first.shared():
+        with second.shared():
+            other = threading.Thread(target=measured)
+            other.start()
+            other.join(0.2)
+            assert happened == []
+        other.join(0.2)
+        assert happened == []
+    other.join()
+    assert happened == ["measured"]
+    with second.shared():
+        pass

@@ -1,7 +1,6 @@
 """`ejkernel bench model`: a training step and a decode loop, at toy sizes."""
 
 import json
-from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ejkernel.about.benchmark import FORWARD, LEARNING_RATE, TRAINING, passes_of
+from ejkernel.about.quiet import Quiet
 from ejkernel.bench import measure
 from ejkernel.bench.contenders import choice
 from ejkernel.cli.main import app
@@ -55,7 +55,7 @@ def test_a_step_moves_the_weights():
     found = jax.jit(step)(problem.arrays)
     moved = problem.arrays["w_up"] - LEARNING_RATE * found["dw_up"]
     np.testing.assert_allclose(found["new w_up"], moved, rtol=1e-6)
-    losses, gradients = problem.truths(nullcontext())
+    losses, gradients = problem.truths(Quiet())
     assert losses.error("out", found["out"]).ok
     assert all(gradients.error(f"d{name}", found[f"d{name}"]).ok for name in TRAINED)
     # documents that see one another
@@ -68,7 +68,7 @@ def test_a_step_moves_the_weights():
 def test_a_loop_that_forgets_a_token_is_wrong():
     case = Case("decode", 2, 12, 2, 1, 8, "float32", 16, B=2, steps=3, page=4, passes=(FORWARD,))
     problem = Model(case)
-    (truth,) = problem.truths(nullcontext())
+    (truth,) = problem.truths(Quiet())
     decode = jax.jit(decoding, static_argnums=(0, 2))
     assert truth.error("out", decode(case, problem.arrays, None)).ok
     other = problem.arrays | {"tokens": problem.arrays["tokens"].at[0].add(1) % case.vocabulary}

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from ejkernel.about.answers import Truth
+from ejkernel.about.quiet import Quiet
 
 FORWARD, BOTH = "forward", "forward + backward"
 # both, and what is trained moved against its gradients
@@ -16,8 +16,6 @@ TRAINING = "training step"
 LEARNING_RATE = 1e-3
 
 Arrays = dict[str, Any]
-# entered for everything that runs on the device, so that processes which compile do not disturb one that measures
-Quiet = AbstractContextManager[Any]
 # (array, result, calls), see `jax_program`
 Chain = tuple[str, str, int]
 

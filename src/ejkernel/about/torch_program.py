@@ -35,7 +35,8 @@ def torch_program(
 
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     start = time.perf_counter()
-    step = make()
+    with quiet.shared():
+        step = make()
 
     def seconds(calls: int) -> float:
         start, results = time.perf_counter(), None
@@ -50,7 +51,8 @@ def torch_program(
         wait()
         return answer
 
-    seconds(1)  # compiling and running are one for PyTorch
+    with quiet.shared():  # compiling and running are one for PyTorch, and some tune meanwhile
+        seconds(1)
     first = time.perf_counter() - start
     with quiet:
         return Program(seconds, results, first, _temporary_bytes(step) if on_gpu else None)

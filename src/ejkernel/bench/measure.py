@@ -5,7 +5,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -187,11 +186,9 @@ class Job(NamedTuple):
 
 
 def _in_a_process(job: Job) -> Iterator[Measured]:
-    from filelock import FileLock
-
     family: Family = import_module(job.family).FAMILY
     chosen = [c for c in all_contenders(family, job.backend, job.platforms) if c.name in job.contenders]
-    quiet = FileLock(job.lock)  # released by the system when a process dies
+    quiet = Quiet(job.lock)
     early = job.deadline < float("inf")
     yield from measure(benchmark_of(family), job.case, chosen, job.repeats, quiet, job.deadline, early)
 
@@ -209,7 +206,7 @@ def measure_here(
         elif start + longest > deadline:
             yield _nobody(case, names, "skipped", TOO_LATE.reason)
         else:
-            for part in measure(benchmark, case, contenders, repeats, nullcontext(), deadline):
+            for part in measure(benchmark, case, contenders, repeats, Quiet(), deadline):
                 culprit = part.culprit
                 yield part.results
             longest = max(longest, time.monotonic() - start)

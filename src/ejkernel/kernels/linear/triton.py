@@ -70,8 +70,8 @@ def default_config(call: Call) -> Config:
     wide = many or exact
     block_c, warps = 32 if wide else 64, 8 if wide or small else 4
     chunk = 32 if wide and ("gk" in call or "gv" in call or small) else 64
-    if many and exact:
-        chunk = 16  # what fits in the 99 KB of shared memory that small GPUs have
+    if exact and (many or small):
+        chunk = 16  # what fits in the 99 KB of shared memory that small GPUs have, and in registers
     programs = dims.B * dims.H * triton.cdiv(max(dims.D, dims.Dv), block_c)
     return Config(chunk, _segment(dims.T, programs, call.target.cores or 132), block_c, warps)
 
@@ -148,13 +148,15 @@ class _Walker:
     Where sequences are cut into pieces, a first walk finds the states between them. With decays of every channel,
     arrays are multiplied by those beforehand. Both are known by the arrays they are made of.
 
-    `products` of a walk are kept without their factor: in the walk that balances them, it is c.
+    `products` of a walk are kept without their factor: in the walk that balances them, it is c. With `outer` they are
+    relative to the middles of chunks, and factors are as well.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.known: list[_States] = []
         self.scaled: list[tuple[Any, Any, bool, _Scaled]] = []
+        self.powers: list[tuple[Any, jax.Array]] = []
         self.steps: jax.Array | None = None
 
     def __call__(self, w: Walk) -> Walked:
@@ -175,7 +177,7 @@ class _Walker:
         out, strict, state, *_ = _launch(here, self.config, pieces, chunks)
         state = state if states is None else states.final
         rest = w.rest if others is None or states is None else _rests(w, pieces, states, others)
-        products = strict if w.balance is None else _gates(w, pieces, strict, rest)
+        products = strict if w.balance is None else _gates(w, pieces, chunks, strict, rest)
         return Walked(
             out if w.with_out else None, state if w.with_state else None, None if w.factor is None else products
         )
@@ -191,17 +193,39 @@ class _Walker:
     def _chunks(self, w: Walk) -> "_Chunks":
         """What a walk needs of its chunks: a walk back looks at what an early one looks back from."""
         if w.inner is None and w.outer is None:
-            return _Chunks(w.a, w.b, w.c)
+            return _Chunks(w.a, w.b, w.c, w.factor)
         chunk = max(self.config.chunk, 16)
         if self.steps is None:
             self.steps = _steps(w, chunk)
         x, y = (w.b, w.a) if w.late else (w.a, w.b)
         self._scale(w, x, y, w.inner, chunk)
-        self._scale(w, *((w.c, None) if w.late else (None, w.c)), w.outer, chunk)
+        factor = None if w.aged else w.factor
+        self._scale(w, *((w.c, factor) if w.late else (factor, w.c)), w.outer, chunk)
         a, b = self._scaled(w.a, w.inner, w.late), self._scaled(w.b, w.inner, not w.late)
         c = self._scaled(w.c, w.outer, not w.late)
         halves = [(x.behind, x.before) if w.late else (x.before, x.behind) for x in (a, c)]
-        return _Chunks(a.x, b.x, c.x, self.steps, *halves[0], *halves[1])
+        return _Chunks(
+            a.x,
+            b.x,
+            c.x,
+            None if factor is None else self._scaled(factor, w.outer, w.late).x,
+            self._power(w, chunk),
+            self.steps,
+            *halves[0],
+            *halves[1],
+        )
+
+    def _power(self, w: Walk, chunk: int) -> jax.Array | None:
+        """What outputs are multiplied by, or divided by in a walk back."""
+        if w.outer is None or not (w.with_out or w.aged):
+            return None
+        known = [power for gates, power in self.powers if gates is w.outer]
+        if known:
+            return known[0]
+        assert self.steps is not None
+        power, *_ = _scale(w, None, None, w.outer, self.steps, chunk)
+        self.powers.append((w.outer, power))
+        return power
 
     def _scaled(self, x: jax.Array, gates: jax.Array | None, inverse: bool) -> "_Scaled":
         if gates is None:
@@ -239,6 +263,8 @@ class _Chunks(NamedTuple):
     a: jax.Array
     b: jax.Array
     c: jax.Array
+    factor: jax.Array | None
+    power: jax.Array | None = None
     steps: jax.Array | None = None
     before: jax.Array | None = None
     behind: jax.Array | None = None
@@ -404,10 +430,13 @@ def _places(w: Walk) -> int:
 
 
 def _scale(w: Walk, x: Any, y: Any, gates: jax.Array, steps: jax.Array, chunk: int) -> tuple[jax.Array, ...]:
-    """x times its decays from the middle of each chunk, y times their inverse, and the decays of both halves."""
+    """x times its decays from the middle of each chunk, y times their inverse, and the decays of both halves.
+
+    Without both, the decays themselves in the place of x.
+    """
     B, T, H, C = gates.shape
-    given = y if x is None else x
-    pieces, block_c = _pieces(w, chunk), min(32, _channels(C))
+    given, with_x = w.c if y is None else y, x is not None or y is None
+    pieces, block_c = _pieces(w, chunk), min(128, _channels(C))
     # float16 may not hold them
     scaled = _struct(gates.shape, jnp.float32 if given.dtype == jnp.float16 else given.dtype)
     keep = _struct((B, _places(w), H, C))
@@ -419,7 +448,7 @@ def _scale(w: Walk, x: Any, y: Any, gates: jax.Array, steps: jax.Array, chunk: i
         steps,
         pieces.table,
         T,
-        out_shape=[_nothing() if x is None else scaled, _nothing() if y is None else scaled, keep, keep],
+        out_shape=[scaled if with_x else _nothing(), _nothing() if y is None else scaled, keep, keep],
         grid=(B * pieces.rows * H * triton.cdiv(C, block_c),),
         num_stages=1,
         H=H,
@@ -432,6 +461,7 @@ def _scale(w: Walk, x: Any, y: Any, gates: jax.Array, steps: jax.Array, chunk: i
         PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
         DESCENDING=w.descending != w.late,
         HAS_X=x is not None,
+        WITH_X=with_x,
         HAS_Y=y is not None,
         PARTS=_parts(gates, given),
     )
@@ -446,6 +476,8 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
         block_c = max(16, block_c // 2)
     blocks = triton.cdiv(C, block_c)
     strict = w.factor is not None
+    # without outputs there is room for more
+    stages = config.num_stages if w.with_out or strict else 2 * config.num_stages
     return triton_call(
         linear_chunk_kernel,
         chunks.a,
@@ -453,7 +485,7 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
         chunks.c,
         w.g,
         w.g_gamma,
-        w.outer,
+        chunks.power,
         chunks.steps,
         chunks.before,
         chunks.behind,
@@ -473,8 +505,7 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
         ],
         grid=(B * rows * H * blocks,),
         num_warps=config.num_warps,
-        # without outputs there is room for more
-        num_stages=config.num_stages if w.with_out or strict else 2 * config.num_stages,
+        num_stages=stages,
         SLOTS=pieces.slots,
         CHUNKS=_places(w),
         BC=block_c,
@@ -484,22 +515,23 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
         WITH_STRICT=strict,
         WITH_STATE=w.with_state,
         WITH_TOTALS=totals,
-        PARTS=_parts(w.outer, w.a),
+        STAGES=stages,
+        TURNED=w.a.dtype != jnp.float32,  # fewer registers, of 16 bits
         PRECISION=_precision(w),
         **_flags(w, pieces),
     )
 
 
-def _gates(w: Walk, pieces: _Pieces, strict: jax.Array, rest: jax.Array | None) -> jax.Array:
+def _gates(w: Walk, pieces: _Pieces, chunks: _Chunks, strict: jax.Array, rest: jax.Array | None) -> jax.Array:
     """The gradients of decays: (B, T, H, C) with outer ones, else (B, T, H)."""
     B, T, H, C = w.c.shape
     per_channel, balanced = w.outer is not None, w.balance is not None and w.balance.ndim == 4
     block_c = min(64, _channels(C)) if per_channel else _channels(C)
     return triton_call(
         linear_gates_kernel,
-        w.c,
+        chunks.c,
         w.balance if balanced else None,
-        w.factor,
+        chunks.factor,
         strict,
         rest,
         pieces.table,

@@ -6,6 +6,7 @@ What middle and steps are says triton_walk.py.
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.common.triton_tiles import LOG2_E
 from ejkernel.kernels.linear.chunks import NEAR, NEAR_DECAY
 from ejkernel.kernels.linear.triton_tiles import load_gates, load_tile, middle_sums, place, store_tile
 
@@ -44,8 +45,8 @@ def linear_steps_kernel(
     b_gates = load_gates(p_gates, o_i * H, m_i, C, BC, 0)
     b_size = tl.abs(b_gates.to(tl.float32))
     n_step = CHUNK
-    if _reach(b_size, CHUNK // 2) * 8 > _FAR * LEAST:
-        # a step reaches over half of it
+    # a step reaches over half of it; most chunks pass by their largest decay alone
+    if tl.max(b_size) * (CHUNK // 2) * 8 > _FAR * LEAST:
         for k in tl.static_range(1, 7):
             if CHUNK >> k >= LEAST:
                 if _reach(b_size, CHUNK >> k) * 8 > _FAR * LEAST:
@@ -76,12 +77,13 @@ def linear_scale_kernel(
     PIECES_BATCHED: tl.constexpr,
     DESCENDING: tl.constexpr,
     HAS_X: tl.constexpr,
+    WITH_X: tl.constexpr,
     HAS_Y: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """x times its decays from the middle of each chunk, y times their inverse; and sums of decays before and behind it.
 
-    A program has CHUNK tokens, which may be several chunks.
+    Without x, ones are. A program has CHUNK tokens, which may be several chunks.
     """
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
     DIRECTION: tl.constexpr = -1 if DESCENDING else 1
@@ -96,22 +98,27 @@ def linear_scale_kernel(
             # the tokens of the chunk in the order of the walk
             i_at = i + step - 1 if DESCENDING else i
             i_token = ((i_b * T + i_start + i_at) * H + i_h).to(tl.int64) * C
-            m_i = ((i_at - o_i if DESCENDING else i_at + o_i) < n) & (o_i < step)
-            # all loads before the sums, which wait for theirs
+            m_l = (i_at - o_i if DESCENDING else i_at + o_i) < n
+            m_i = m_l & (o_i < step)
+            # going up, loads need not wait for the step: later tokens do not change sums up to it
+            m_l = m_i if DESCENDING else m_l
             if HAS_X:
-                b_x = load_tile(p_x + i_token, o_t, m_i, C, BC, i_first)
+                b_x = load_tile(p_x + i_token, o_t, m_l, C, BC, i_first)
             if HAS_Y:
-                b_y = load_tile(p_y + i_token, o_t, m_i, C, BC, i_first)
-            b_sum, b_gates = middle_sums(p_gates + i_token, o_t, m_i, step, C, BC, i_first, CHUNK, False, PARTS)
-            if HAS_X:
-                store_tile(p_scaled_x + i_token, b_x * tl.exp2(b_sum), o_t, m_i, C, BC, i_first)
+                b_y = load_tile(p_y + i_token, o_t, m_l, C, BC, i_first)
+            b_gates = load_gates(p_gates + i_token, o_t, m_l, C, BC, i_first)
+            b_sum = middle_sums(b_gates, step, PARTS)
+            if WITH_X:
+                b_power = tl.exp2(b_sum)
+                store_tile(p_scaled_x + i_token, b_x * b_power if HAS_X else b_power, o_t, m_i, C, BC, i_first)
             if HAS_Y:
                 store_tile(p_scaled_y + i_token, b_y * tl.exp2(-b_sum), o_t, m_i, C, BC, i_first)
-            m_first = (o_i < step // 2)[:, None]
-            i_chunk = ((i_b * CHUNKS + (i_start + i) // step + i_n) * H + i_h).to(tl.int64) * C
-            b_gates = b_gates.to(tl.float32)
-            tl.store(p_before + i_chunk + o_c, tl.sum(tl.where(m_first, b_gates, 0.0), 0), mask=o_c < C)
-            tl.store(p_behind + i_chunk + o_c, tl.sum(tl.where(m_first, 0.0, b_gates), 0), mask=o_c < C)
+            # from the middle back to the first token, and on to the last
+            p_chunk = ((i_b * CHUNKS + (i_start + i) // step + i_n) * H + i_h).to(tl.int64) * C + o_c[None, :]
+            m_c = (o_c < C)[None, :]
+            b_before = b_gates.to(tl.float32) * LOG2_E - b_sum
+            tl.store(p_before + p_chunk + o_i[:, None] * 0, b_before, mask=m_c & (o_i == 0)[:, None])
+            tl.store(p_behind + p_chunk + o_i[:, None] * 0, b_sum, mask=m_c & (o_i == step - 1)[:, None])
 
 
 @triton.jit

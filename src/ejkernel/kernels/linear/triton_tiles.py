@@ -55,11 +55,17 @@ def store_tile(p, b_x, o_t, m_t, C: tl.constexpr, BC: tl.constexpr, i_first):
 
 
 @triton.jit
-def state_offsets(A: tl.constexpr, C: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, i_first):
-    """Offsets and mask of a tile (BA, BC) of a state (A, C)."""
-    o_a = tl.arange(0, BA)[:, None]
-    o_c = i_first + tl.arange(0, BC)[None, :]
+def state_offsets(A: tl.constexpr, C: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, i_first, TURNED: tl.constexpr):
+    """Offsets and mask of a tile (BA, BC) of a state (A, C), or (BC, BA) of it turned."""
+    o_a = along(tl.arange(0, BA), TURNED)
+    o_c = along(i_first + tl.arange(0, BC), not TURNED)
     return o_a * C + o_c, (o_a < A) & (o_c < C)
+
+
+@triton.jit
+def along(b_x, SECOND: tl.constexpr):
+    """A vector along the first dimension of a tile, or the second."""
+    return b_x[None, :] if SECOND else b_x[:, None]
 
 
 @triton.jit
@@ -135,7 +141,7 @@ def decayed_states(b_h, b_aged, b_decay, AGED: tl.constexpr):
 def load_gates(p, o_t, m_t, C: tl.constexpr, BC: tl.constexpr, i_first):
     """Log decays of every channel, cut off where four of them would pass the range of float32: see chunks.py."""
     b_gates = load_tile(p, o_t, m_t, C, BC, i_first)
-    return tl.maximum(b_gates, _NEAR_DECAY).to(b_gates.dtype)
+    return tl.where(b_gates > _NEAR_DECAY, b_gates, tl.full(b_gates.shape, _NEAR_DECAY, b_gates.dtype))
 
 
 @triton.jit
@@ -155,32 +161,16 @@ def _matrix_sums(b_matrix, b_gates, PARTS: tl.constexpr):
 
 
 @triton.jit
-def middle_sums(
-    p_gates,
-    o_t,
-    m_t,
-    step,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    i_first,
-    CHUNK: tl.constexpr,
-    BACK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """(R, BC): the log decays, in powers of two, from the middle of a chunk of `step` tokens to each; and the gates.
-
-    In the order of an early walk; BACK says that the tokens come in that of a walk back.
-    """
+def middle_sums(b_gates, step, PARTS: tl.constexpr):
+    """(R, BC): the log decays, in powers of two, from the middle of a chunk of `step` tokens to each."""
+    CHUNK: tl.constexpr = b_gates.shape[0]
     o_r = tl.arange(0, CHUNK)[:, None]
     o_l = tl.arange(0, CHUNK)[None, :]
-    if BACK:
-        o_r, o_l = step - 1 - o_r, step - 1 - o_l
     i_middle = step // 2
     m_behind = (o_l <= o_r) & (o_l >= i_middle)
     m_before = (o_l > o_r) & (o_l < i_middle)
     b_reach = tl.where(m_behind, 1.0, 0.0) - tl.where(m_before, 1.0, 0.0)
-    b_gates = load_gates(p_gates, o_t, m_t, C, BC, i_first)
-    return _matrix_sums(b_reach, b_gates, PARTS) * LOG2_E, b_gates
+    return _matrix_sums(b_reach, b_gates, PARTS) * LOG2_E
 
 
 @triton.jit
@@ -190,3 +180,17 @@ def wide_dot(b_x, b_y, b_sum, narrow: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision="tf32")
     else:
         return tl.dot(b_x.to(narrow), b_y.to(narrow), b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def state_dot(b_a, b_h, b_sum, TURNED: tl.constexpr, narrow: tl.constexpr, PRECISION: tl.constexpr):
+    """b_sum + a h."""
+    return wide_dot(b_a, tl.trans(b_h) if TURNED else b_h, b_sum, narrow, PRECISION)
+
+
+@triton.jit
+def outer_dot(b_b, b_c, b_h, TURNED: tl.constexpr, narrow: tl.constexpr, PRECISION: tl.constexpr):
+    """h + b^T c."""
+    if TURNED:
+        b_b, b_c = b_c, b_b
+    return wide_dot(tl.trans(b_b), b_c, b_h, narrow, PRECISION)

@@ -1,11 +1,12 @@
 """The walk in Triton: one kernel takes a piece of a sequence chunk by chunk, another token by token.
 
 A program has one head, one piece and BC channels of c; its state (BA, BC) stays in registers, in float32, and beside it
-that of an aged walk.
+that of an aged walk. Of 16 bits it is kept turned: the compiler then needs fewer registers.
 
 Decays of every channel are relative to the middle of a chunk: exp(sum) from there to a token multiplies what looks back
 (queries, and gradients of outputs), its inverse what is looked at. Arrays are multiplied by them beforehand, once for
-all walks that need them; the state is decayed to the middle before a chunk meets it, and to the end behind it.
+all walks that need them, and outputs by the powers themselves, kept likewise; the state is decayed to the middle before
+a chunk meets it, and to the end behind it.
 Exponents must stay small, so heads with strong decays take fewer tokens at a time (`steps`).
 """
 
@@ -14,14 +15,16 @@ import triton.language as tl
 
 from ejkernel.kernels.common.triton_tiles import LOG2_E
 from ejkernel.kernels.linear.triton_tiles import (
+    along,
     chunk_decays,
     decay_exponent,
     decay_power,
     decayed_states,
     decays_between,
     load_tile,
-    middle_sums,
+    outer_dot,
     place,
+    state_dot,
     state_offsets,
     store_tile,
     wide_dot,
@@ -35,7 +38,7 @@ def linear_chunk_kernel(
     p_c,
     p_g,
     p_gamma,
-    p_outer,
+    p_power,
     p_steps,
     p_before,
     p_behind,
@@ -75,7 +78,8 @@ def linear_chunk_kernel(
     WITH_STRICT: tl.constexpr,
     WITH_STATE: tl.constexpr,
     WITH_TOTALS: tl.constexpr,
-    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
@@ -102,35 +106,35 @@ def linear_chunk_kernel(
     p_b += i_token * A
     p_c += i_token * C
     p_g += i_token
-    p_outer += i_token * C
+    p_power += i_token * C
     p_out += i_token * C
     p_strict += i_token * C
     i_chunk = i_start // step + i_n + (tl.cdiv(n, step) - 1 if DESCENDING else 0)
     i_chunk = ((i_b * CHUNKS + i_chunk) * H + i_h).to(tl.int64)
-    o_t = o_i * (DIRECTION * H)
-    o_state, m_state = state_offsets(A, C, BA, BC, i_first)
-    # [BA, BC]
+    o_t = o_i.to(tl.int64) * (DIRECTION * H)
+    o_state, m_state = state_offsets(A, C, BA, BC, i_first, TURNED)
+    # [BA, BC], or turned
     if HAS_START:
         b_h = tl.load(p_start + i_row * A * C + o_state, mask=m_state & m_real, other=0.0)
     else:
-        b_h = tl.zeros([BA, BC], tl.float32)
+        b_h = tl.zeros(m_state.shape, tl.float32)
     b_aged = 0.0
     if AGED:
-        b_aged = tl.zeros([BA, BC], tl.float32)
+        b_aged = tl.zeros(m_state.shape, tl.float32)
     b_gamma = 0.0
     if HAS_GAMMA:
         b_gamma = tl.load(p_gamma + i_b * GAMMA_BATCHED * H + i_h)
     b_totals = tl.zeros([BA], tl.float32)
     b_outer_totals = tl.zeros([BC], tl.float32)
 
-    for i in range(0, n, step):
+    # with decays of every channel, what no product takes is in flight as well
+    for i in tl.range(0, n, step, num_stages=STAGES if HAS_INNER or HAS_OUTER else None):
         m_i = (i_at - i - o_i < n) if DESCENDING else (i + o_i < n)
         if HAS_INNER or HAS_OUTER:
             m_i = m_i & (o_i < step)
         m_l = m_i & m_real
         b_a = load_tile(p_a, o_t, m_l, A, BA, 0)
         b_b = load_tile(p_b, o_t, m_l, A, BA, 0)
-        b_c = load_tile(p_c, o_t, m_l, C, BC, i_first)
         # tokens up to each; those that a chunk lacks are the first in a walk that descends
         n_lacks = tl.maximum(i_at - i - n + 1, 0) if DESCENDING else 0
         n_count = step - n_lacks if DESCENDING else tl.minimum(step, n - i)
@@ -144,13 +148,13 @@ def linear_chunk_kernel(
         if HAS_INNER:
             b_before = tl.load(p_before + i_chunk * A + o_a, mask=(o_a < A) & m_real, other=0.0)
             b_behind = tl.load(p_behind + i_chunk * A + o_a, mask=(o_a < A) & m_real, other=0.0)
-            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_before * LOG2_E)[:, None], AGED)
+            b_h, b_aged = decayed_states(b_h, b_aged, along(tl.exp2(b_before), TURNED), AGED)
             if WITH_TOTALS:
                 b_totals += b_before + b_behind
         if HAS_OUTER:
             b_before_c = tl.load(p_outer_before + i_chunk * C + o_c, mask=(o_c < C) & m_real, other=0.0)
             b_behind_c = tl.load(p_outer_behind + i_chunk * C + o_c, mask=(o_c < C) & m_real, other=0.0)
-            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_before_c * LOG2_E)[None, :], AGED)
+            b_h, b_aged = decayed_states(b_h, b_aged, along(tl.exp2(b_before_c), not TURNED), AGED)
             if WITH_TOTALS:
                 b_outer_totals += b_before_c + b_behind_c
 
@@ -158,7 +162,7 @@ def linear_chunk_kernel(
             # [CHUNK, CHUNK]
             b_s = wide_dot(b_a, tl.trans(b_b), None, narrow, PRECISION)
             # [CHUNK, BC]
-            b_o = wide_dot(b_a, b_h, None, narrow, PRECISION)
+            b_o = state_dot(b_a, b_h, None, TURNED, narrow, PRECISION)
             if HAS_HEAD:
                 b_s *= decays_between(b_upto, b_upto_rest, unit, HAS_G, EXACT)
             # above the diagonal it could be infinite
@@ -170,25 +174,29 @@ def linear_chunk_kernel(
             else:
                 b_s = tl.where(o_i[:, None] >= o_i[None, :], b_s, 0.0)
             if AGED:
-                b_o = wide_dot(b_a, b_aged, b_o * b_count[:, None], narrow, PRECISION)
+                b_o = state_dot(b_a, b_aged, b_o * b_count[:, None], TURNED, narrow, PRECISION)
             elif WITH_STRICT:
                 # what rounding the state has lost: it would add up along the walk
                 b_lost = b_h - b_h.to(narrow).to(tl.float32)
-                b_o = wide_dot(b_a, b_lost, b_o, narrow, PRECISION)
+                b_o = state_dot(b_a, b_lost, b_o, TURNED, narrow, PRECISION)
             if HAS_HEAD:
                 b_o *= decay_power(b_upto, b_upto_rest, unit, HAS_G, EXACT)[:, None]
+        b_c = load_tile(p_c, o_t, m_l, C, BC, i_first)
+        if WITH_OUT or WITH_STRICT:
             b_o = wide_dot(b_s, b_c, b_o, narrow, PRECISION)
-            if HAS_OUTER:
-                b_sum, _ = middle_sums(p_outer, o_t, m_l, step, C, BC, i_first, CHUNK, LATE, PARTS)
-                b_out = tl.exp2(-b_sum if LATE else b_sum)
-                b_o *= b_out
             b_o *= scale
+            if HAS_OUTER:
+                b_power = load_tile(p_power, o_t, m_l, C, BC, i_first).to(tl.float32)
+                if PACKED and LATE:
+                    b_power = tl.where(m_l[:, None], b_power, 1.0)  # padding has none
             if WITH_STRICT:
-                # without the token's own part
-                store_tile(p_strict, b_o, o_t, m_i, C, BC, i_first)
-                b_mine = scale * b_own[:, None] * b_c
-                b_o += b_mine * b_out if HAS_OUTER else b_mine
+                # without the token's own part, and relative to the middle unless its factor is not
+                b_strict = b_o * b_power if HAS_OUTER and AGED else b_o
+                store_tile(p_strict, b_strict, o_t, m_i, C, BC, i_first)
+                b_o += scale * b_own[:, None] * b_c
             if WITH_OUT:
+                if HAS_OUTER:
+                    b_o = b_o / b_power if LATE else b_o * b_power
                 store_tile(p_out, b_o, o_t, m_i, C, BC, i_first)
 
         # the state behind the chunk
@@ -199,21 +207,21 @@ def linear_chunk_kernel(
             b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_exponent), AGED)
             b_c = b_c * decay_power(b_all - b_upto, b_all_rest - b_upto_rest, unit, HAS_G, EXACT)[:, None]
             if WITH_TOTALS:
-                b_totals += b_exponent / LOG2_E
-        b_h = wide_dot(tl.trans(b_b), b_c, b_h, narrow, PRECISION)
+                b_totals += b_exponent
+        b_h = outer_dot(b_b, b_c, b_h, TURNED, narrow, PRECISION)
         if AGED:
-            b_aged = wide_dot(tl.trans(b_b), b_c * (n_count - b_count)[:, None], b_aged, narrow, PRECISION)
+            b_aged = outer_dot(b_b, b_c * (n_count - b_count)[:, None], b_aged, TURNED, narrow, PRECISION)
         if HAS_INNER:
-            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_behind * LOG2_E)[:, None], AGED)
+            b_h, b_aged = decayed_states(b_h, b_aged, along(tl.exp2(b_behind), TURNED), AGED)
         if HAS_OUTER:
-            b_h, b_aged = decayed_states(b_h, b_aged, tl.exp2(b_behind_c * LOG2_E)[None, :], AGED)
+            b_h, b_aged = decayed_states(b_h, b_aged, along(tl.exp2(b_behind_c), not TURNED), AGED)
 
         o_next = DIRECTION * H * step
         p_a += o_next * A
         p_b += o_next * A
         p_c += o_next * C
         p_g += o_next
-        p_outer += o_next * C
+        p_power += o_next * C
         p_out += o_next * C
         p_strict += o_next * C
         i_chunk += DIRECTION * H
@@ -273,7 +281,7 @@ def linear_token_kernel(
     m_c = o_c < C
     i_token = i_b * T + (i_start + n - 1 if DESCENDING else i_start)
     i_row = (i_b * SLOTS + i_slot) * H + i_h
-    o_state, m_state = state_offsets(A, C, BA, BC, i_first)
+    o_state, m_state = state_offsets(A, C, BA, BC, i_first, False)
     # [BA, BC]
     if HAS_START:
         b_h = tl.load(p_start + i_row * A * C + o_state, mask=m_state & m_real, other=0.0)
@@ -365,10 +373,10 @@ def linear_join_kernel(
             # of the last piece nobody may want to know what it adds
             m_added = m_s if WITH_FINAL else m_s & (m_last == 0)
             b_keep = tl.load(p_totals + i_row * A + o_a, mask=o_a < A, other=0.0)
-            b_h *= tl.exp2(b_keep * LOG2_E)[:, None]
+            b_h *= tl.exp2(b_keep)[:, None]
             if HAS_OUTER:
                 b_keep_outer = tl.load(p_outer_totals + i_row * C + o_c, mask=o_c < C, other=0.0)
-                b_h *= tl.exp2(b_keep_outer * LOG2_E)[None, :]
+                b_h *= tl.exp2(b_keep_outer)[None, :]
             b_h += tl.load(p_local + i_row * A * C + o_s, mask=m_added, other=0.0)
             if WITH_FINAL:
                 tl.store(p_final + i_state * A * C + o_s, b_h, mask=m_s & m_last)

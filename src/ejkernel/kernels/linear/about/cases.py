@@ -146,7 +146,8 @@ class Recurrence:
     def truths(self, quiet: Quiet) -> list[Truth]:
         """Of the output and the gradients, as sums over pairs of tokens in float32.
 
-        The naive errors are those of the definition in the case's dtype, token by token, on the first tokens.
+        The naive errors are those of the definition in the case's dtype, token by token, on the first tokens; where
+        later ones are larger, so is their rounding.
         """
         case = self.case
         tokens = {name: self.arrays[name].reshape(case.rows, -1, case.H, case.D) for name in case.shapes()}
@@ -155,9 +156,15 @@ class Recurrence:
         if case.dtype != "float32":
             first = {name: x[:, :_FIRST] for name, x in tokens.items()}
             wide, narrow = (self._run(_by_token, dtype, first, quiet) for dtype in ("float32", case.dtype))
-            naive = [Truth.of(w, n).naive for w, n in zip(wide, narrow, strict=True)]
+            naive = [
+                {
+                    name: error * _largest(all_of[name]) / _largest(w[name])
+                    for name, error in Truth.of(w, n).naive.items()
+                }
+                for all_of, w, n in zip(exact, wide, narrow, strict=True)
+            ]
         floor = FLOOR * max(1.0, math.sqrt(case.T / 256))
-        largest = [max(float(jnp.abs(x).max()) for x in one.values()) for one in exact]
+        largest = [max(_largest(x) for x in one.values()) for one in exact]
         whole = [{name: x.reshape(case.B, case.T, case.H, case.D) for name, x in one.items()} for one in exact]
         return [Truth(one, errors, floor * most) for one, errors, most in zip(whole, naive, largest, strict=True)]
 
@@ -170,6 +177,10 @@ class Recurrence:
         compiled = program.lower(tokens, state).compile()
         with quiet:
             return jax.block_until_ready(compiled(tokens, state))
+
+
+def _largest(x: jax.Array) -> float:
+    return float(jnp.abs(x).max())
 
 
 # What is right ------------------------------------------------------------------------------------------------
