@@ -1,4 +1,7 @@
-"""Same inputs, same bits: outputs and every gradient, ten times, on every platform of this machine."""
+"""Same inputs, same bits: outputs and every gradient, ten times, on every platform of this machine.
+
+An interpreter takes one program after another: `test_pallas_tpu.py` looks for races in it instead.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -26,7 +29,8 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_ten_runs_give_the_same_bits(case, platform):
+def test_ten_runs_give_the_same_bits(case, native):
+    platform = native
     if platform.device != "cpu":  # enough programs to race
         case = replace(case, B=4, T=2000, H=4 * case.H, Hkv=4 * (case.Hkv or case.H))
     if reasons := refusals(case, platform):

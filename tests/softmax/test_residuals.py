@@ -29,6 +29,15 @@ def attend(case, platform, ours_first, arrays):
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=("forward", "backward"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_gradients_cross_platforms(case, ours_first, platform):
+def test_gradients_cross_platforms(case, ours_first, native):
+    check_crossing(case, ours_first, native)
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=("forward", "backward"))
+def test_gradients_cross_interpreters(ours_first, interpreted):
+    check_crossing(CASES[-1], ours_first, interpreted)
+
+
+def check_crossing(case, ours_first, platform):
     if runs(case, platform):
         check(partial(attend, case, platform, ours_first), partial(definition, case), case.arrays(), case.dtype)
