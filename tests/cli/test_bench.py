@@ -574,3 +574,22 @@ def test_who_measures_is_alone_on_the_device(tmp_path):
     assert happened == ["measured"]
     with second.shared():
         pass
+
+
+def test_nobody_tunes_before_those_who_measure_early(tmp_path):
+    """The second waits for the first, which then tunes beside it: neither waits for ever."""
+    lock, happened = str(tmp_path / "lock"), []
+    first, second = Quiet(lock, early=True), Quiet(lock, early=True)
+
+    def tuned():
+        with second.shared():
+            happened.append("tuned")
+
+    other = threading.Thread(target=tuned)
+    other.start()
+    other.join(0.2)
+    with first:
+        happened.append("measured")
+    with first.shared():
+        other.join()
+    assert happened == ["measured", "tuned"]

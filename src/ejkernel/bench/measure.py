@@ -188,8 +188,8 @@ class Job(NamedTuple):
 def _in_a_process(job: Job) -> Iterator[Measured]:
     family: Family = import_module(job.family).FAMILY
     chosen = [c for c in all_contenders(family, job.backend, job.platforms) if c.name in job.contenders]
-    quiet = Quiet(job.lock)
     early = job.deadline < float("inf")
+    quiet = Quiet(job.lock, early)
     yield from measure(benchmark_of(family), job.case, chosen, job.repeats, quiet, job.deadline, early)
 
 
