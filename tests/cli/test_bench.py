@@ -559,7 +559,7 @@ def test_who_measures_is_alone_on_the_device(tmp_path):
     first, second, measuring, happened = Quiet(lock), Quiet(lock), Quiet(lock), []
 
     def measured():
-        with measuring, measuring:
+        with measuring:
             happened.append("measured")
 
     with first.shared():

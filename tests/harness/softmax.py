@@ -404,13 +404,13 @@ CASES = (
 
 # what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
 CORE_IDS = (
-    "63x129", "129x1",
+    "63x129", "1x129", "129x1",
     "D256-bfloat16", "Dv-smaller", "bfloat16-gqa-causal", "float16",
     "causal-T>S", "window-lopsided-T<S", "chunks-odd-causal",
-    "segments-padding-causal", "segments-cross-padding-window",
+    "segments-padding-causal", "segments-unsorted-causal", "segments-cross-padding-window", "lengths-cross-causal",
     "kv-lengths-zero", "positions-window-T<S", "positions-in-segments-causal",
     "mask-per-head", "mask-shared", "pattern-across-tiles", "pattern-oblong-per-head", "pattern-per-batch",
-    "bias-BH1S", "bias-HTS-masked", "bias-soft-cap",
+    "bias-BH1S", "bias-1111", "bias-HTS-masked", "bias-soft-cap",
     "sinks-rows-that-see-nothing", "soft-cap-segments", "scale-negative",
     "logits-bfloat16", "dropout-gqa-causal-T<S",
     "packed-cross-causal", "packed-bfloat16-sinks",

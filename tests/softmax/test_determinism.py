@@ -30,14 +30,13 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_ten_runs_give_the_same_bits(case, native):
-    platform = native
-    if platform.device != "cpu":  # enough programs to race
+    if native.device != "cpu":  # enough programs to race
         case = replace(case, B=4, T=2000, H=4 * case.H, Hkv=4 * (case.Hkv or case.H))
-    if reasons := refusals(case, platform):
-        check_refusal(case, platform, reasons)
+    if reasons := refusals(case, native):
+        check_refusal(case, native, reasons)
         return
-    function, arrays = partial(call_case, case, platform), case.arrays()
-    program = with_gradients(function, COMPILER_OPTIONS.get(platform.name))
+    function, arrays = partial(call_case, case, native), case.arrays()
+    program = with_gradients(function, COMPILER_OPTIONS.get(native.name))
     cotangents = cotangents_for(function, arrays, case.dtype)
     first = jax.device_get(program(arrays, cotangents))
     for run in range(1, RUNS):

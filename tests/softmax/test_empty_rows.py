@@ -55,7 +55,7 @@ def test_nothing_at_all(mask, native):
     check_nothing_at_all(mask, native)
 
 
-@pytest.mark.parametrize("mask", ["kv-length-0", "pattern-all-false"])
+@pytest.mark.parametrize("mask", ["kv-length-0", "mask-all-false", "pattern-all-false"])
 def test_nothing_at_all_in_a_kernel(mask, interpreted):
     check_nothing_at_all(mask, interpreted)
 

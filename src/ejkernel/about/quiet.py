@@ -10,61 +10,49 @@ from typing import Any
 
 
 class _Lock:
-    """A lock on a file, which the system releases when a process dies; it may be taken again by who has it."""
+    """A lock on a file, which the system releases when a process dies; without a path there is nobody to lock out."""
 
-    def __init__(self, path: str) -> None:
-        self._flock: Any = importlib.import_module("fcntl")
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
-        self._depth = 0
-        weakref.finalize(self, os.close, self._file)
+    def __init__(self, path: str | None) -> None:
+        self._file: int | None = None
+        if path is not None:
+            self._fcntl: Any = importlib.import_module("fcntl")
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+            weakref.finalize(self, os.close, self._file)
 
-    def take(self, kind: str) -> None:
-        if self._depth == 0:
-            self._flock.flock(self._file, getattr(self._flock, kind))
-        self._depth += 1
-
-    def leave(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._flock.flock(self._file, self._flock.LOCK_UN)
+    def turn(self, kind: str) -> None:
+        """To LOCK_EX, which one has, LOCK_SH, which several have, or LOCK_UN."""
+        if self._file is not None:
+            self._fcntl.flock(self._file, getattr(self._fcntl, kind))
 
 
 class Quiet:
-    """`with quiet:` has the device alone; `with quiet.shared():` has it beside others that have it so.
+    """`with quiet:` has the device alone; `with quiet.shared():` has it beside others that have it so. Not within.
 
     Processes agree by locks on files; without a path nobody else is there. `early` says that this process will soon
     measure something: nobody has the device shared until it has, or wants to share it as well.
     """
 
     def __init__(self, path: str | None = None, early: bool = False) -> None:
-        alone = path is None or importlib.util.find_spec("fcntl") is None  # Windows, where no peer tunes on a GPU
-        self._device = None if alone else _Lock(str(path))
-        self._gate = None if alone else _Lock(f"{path}.early")
-        self._early = early and self._gate is not None
-        if self._early and self._gate is not None:
-            self._gate.take("LOCK_SH")
+        if importlib.util.find_spec("fcntl") is None:  # Windows, where no peer tunes on a GPU
+            path = None
+        self._device, self._early = _Lock(path), _Lock(path and f"{path}.early")
+        if early:
+            self._early.turn("LOCK_SH")
 
     def __enter__(self) -> None:
-        if self._device is not None:
-            self._device.take("LOCK_EX")
+        self._device.turn("LOCK_EX")
 
     def __exit__(self, *_: object) -> None:
-        if self._device is not None:
-            self._device.leave()
+        self._device.turn("LOCK_UN")
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """For work that disturbs what is measured and measures nothing itself, such as a peer that tunes."""
-        if self._device is None or self._gate is None:
-            yield
-            return
-        if self._early:
-            self._gate.leave()
-            self._early = False
-        self._gate.take("LOCK_EX")
-        self._gate.leave()
-        self._device.take("LOCK_SH")
+        self._early.turn("LOCK_UN")
+        self._early.turn("LOCK_EX")  # when nobody is early any more
+        self._early.turn("LOCK_UN")
+        self._device.turn("LOCK_SH")
         try:
             yield
         finally:
-            self._device.leave()
+            self._device.turn("LOCK_UN")

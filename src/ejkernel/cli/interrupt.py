@@ -44,15 +44,15 @@ def _none_swallowed() -> Iterator[None]:
 
     def raise_again(ignored: Any) -> None:
         if ignored.exc_type is KeyboardInterrupt:
-            # and again, until this thread hears it: a system may tell another, which does not wake one that sleeps
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
         else:
             report(ignored)
 
     def on_alarm(_: int, frame: FrameType | None) -> None:
-        # a slow machine is still in there, where an exception would be lost
-        if frame is None or frame.f_code is not raise_again.__code__:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        if frame is not None and frame.f_code is raise_again.__code__:
+            # a slow machine is still in there, where an exception would be lost
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        else:
             raise KeyboardInterrupt
 
     alarm = signal.signal(signal.SIGALRM, on_alarm)

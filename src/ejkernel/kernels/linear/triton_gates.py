@@ -98,15 +98,13 @@ def linear_scale_kernel(
             # the tokens of the chunk in the order of the walk
             i_at = i + step - 1 if DESCENDING else i
             i_token = ((i_b * T + i_start + i_at) * H + i_h).to(tl.int64) * C
-            m_l = (i_at - o_i if DESCENDING else i_at + o_i) < n
-            m_i = m_l & (o_i < step)
-            # going up, loads need not wait for the step: later tokens do not change sums up to it
-            m_l = m_i if DESCENDING else m_l
+            m_i = ((i_at - o_i if DESCENDING else i_at + o_i) < n) & (o_i < step)
+            # all loads before the sums, which wait for theirs
             if HAS_X:
-                b_x = load_tile(p_x + i_token, o_t, m_l, C, BC, i_first)
+                b_x = load_tile(p_x + i_token, o_t, m_i, C, BC, i_first)
             if HAS_Y:
-                b_y = load_tile(p_y + i_token, o_t, m_l, C, BC, i_first)
-            b_gates = load_gates(p_gates + i_token, o_t, m_l, C, BC, i_first)
+                b_y = load_tile(p_y + i_token, o_t, m_i, C, BC, i_first)
+            b_gates = load_gates(p_gates + i_token, o_t, m_i, C, BC, i_first)
             b_sum = middle_sums(b_gates, step, PARTS)
             if WITH_X:
                 b_power = tl.exp2(b_sum)
