@@ -240,6 +240,36 @@ def test_what_does_not_fit_the_budget_is_skipped(toy, tmp_path):
     assert not found["complete"] and {r["reason"] for r in found["results"]} == {TOO_LATE.reason}
 
 
+def test_a_run_that_was_cut_short_goes_on(toy, tmp_path):
+    toy(CAUSAL, DOCUMENTS)
+    kept = tmp_path / "x.json"
+    options = ["softmax", "--peer", "none", "--repeats", "1", "--json", str(kept), "--resume"]
+    assert run(*options, "--case", CAUSAL.name).exit_code == 0  # nothing is there yet
+    first = json.loads(kept.read_text())
+    first["results"] += [{**r, "case": DOCUMENTS.name, "status": "skipped"} for r in first["results"]]
+    first["cases"][DOCUMENTS.name] = {}
+    kept.write_text(json.dumps(first))
+    result = run(*options)
+    assert result.exit_code == 0 and f"\n{CAUSAL.name}, " not in f"\n{result.output}", result.output
+    found = json.loads(kept.read_text())
+    assert found["complete"] and found["cases"].keys() == {CAUSAL.name, DOCUMENTS.name}
+    cells = {(r["case"], r["what"]): r for r in found["results"]}
+    assert len(cells) == len(found["results"]) == 4 and all(r["status"] == "ok" for r in found["results"])
+    assert all(cells[r["case"], r["what"]] == r for r in first["results"] if r["case"] == CAUSAL.name)
+
+
+def test_another_run_is_not_gone_on_with(toy, tmp_path):
+    toy(CAUSAL)
+    kept = tmp_path / "x.json"
+    options = ["softmax", "--peer", "none", "--repeats", "1", "--json", str(kept)]
+    assert run(*options).exit_code == 0
+    kept.write_text(kept.read_text().replace('"jax": "', '"jax": "9.'))
+    result = run(*options, "--resume")
+    assert result.exit_code == 2 and "of another run: jax was 9." in " ".join(result.output.replace("│", "").split())
+    result = run("softmax", "--resume")
+    assert result.exit_code == 2 and "none is given" in " ".join(result.output.replace("│", "").split())
+
+
 def test_list_and_unknown_names(toy):
     toy(CAUSAL, DOCUMENTS)
     result = run("softmax", "--list", "--case", "^dense", "--platform", "auto", "--platform", "xla")

@@ -87,6 +87,27 @@ def add(found: Document, results: list[Result]) -> None:
     found["results"] = [*kept, *new.values()]
 
 
+def resumed(found: Document, before: Document, cases: list[Any]) -> Document:
+    """A run of these cases with what an earlier one, that was cut short, has of those it measured whole.
+
+    `ValueError` where that was of something else: its times would not be comparable.
+    """
+    new: Document = json.loads(json.dumps(_rounded(found)))  # as it is in a file
+    for old, here in ((before, new), (before["machine"], new["machine"])):
+        for name in ("benchmark", "contenders") if here is new else sorted({*old, *here} - {"load"}):
+            if old.get(name) != here.get(name):
+                raise ValueError(f"{name} was {old.get(name)}, and is {here.get(name)}")
+    measured = [r for r in before["results"] if r["status"] != "skipped" and not r.get("alone")]
+    cells = {(r["case"], r["what"], r["contender"]) for r in measured}
+    whole = {
+        case.name
+        for case in cases
+        if before["cases"].get(case.name) == new["cases"][case.name]
+        and cells.issuperset((case.name, what, contender) for what in case.passes for contender in new["contenders"])
+    }
+    return found | {"results": [r for r in measured if r["case"] in whole]}
+
+
 def only(found: Document, wanted: Callable[[str], bool], among: Callable[[str], bool] = lambda name: True) -> Document:
     """The part about the cases wanted, and about the contenders among whom they are shown."""
     cases = {name: facts for name, facts in found["cases"].items() if wanted(name)}

@@ -42,6 +42,9 @@ Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, taken in tur
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
 List = Annotated[bool, typer.Option("--list", help="Say what would be measured.")]
 Budget = Annotated[float | None, typer.Option(min=0, help="Seconds; what does not fit is skipped.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with what --json has of an earlier run: its whole cases are kept.")
+]
 Kept = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")]
 Jobs = Annotated[
     int | None,
@@ -64,6 +67,7 @@ class Options:
     only_list: bool = False
     budget: float | None = None
     jobs: int | None = None
+    resume: bool = False
 
 
 def measure(
@@ -79,6 +83,7 @@ def measure(
     only_list: List = False,
     budget: Budget = None,
     jobs: Jobs = None,
+    resume: Resume = False,
 ) -> None:
     given = {**locals()}
     _run(str(given.pop("context").info_name), Options(**given))
@@ -109,6 +114,10 @@ def _run(name: str, options: Options) -> None:
         return
     found = report.document(family, machine(), cases, contenders, missing)
     _check_device(found, options.tuned)
+    if options.resume:
+        found = _resumed(found, options.json, cases)
+        done = {result["case"] for result in found["results"]}
+        cases = [case for case in cases if case.name not in done]
     kept = True
     for results in filter(None, _measured(family, backend, cases, contenders, options, deadline)):
         report.add(found, results)
@@ -133,6 +142,9 @@ def every(
     quick: WhetherQuick = None,
     repeats: Repeats = 7,
     budget: EachBudget = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what is there: its whole cases are kept.")
+    ] = False,
 ) -> None:
     """Measure everything there is, one benchmark after another; exit with 1 where one would."""
     import jax
@@ -151,6 +163,7 @@ def every(
             "quick": quick,
             "repeats": repeats,
             "budget": budget,
+            "resume": resume,
         }
         try:
             _run(name, Options(**settings))
@@ -160,6 +173,22 @@ def every(
     if failed:
         console.print(f"[red]{', '.join(failed)} failed[/]")
         raise typer.Exit(1)
+
+
+def _resumed(found: "Document", path: Path | None, cases: list[Any]) -> "Document":
+    """The run with the whole cases of the one in the file, if there is one."""
+    from ejkernel.bench import report
+
+    if path is None:
+        raise typer.BadParameter("--resume goes on with the file of --json, and none is given")
+    if not path.exists():
+        return found
+    try:
+        return report.resumed(found, _loaded(path), cases)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{path} is of another run: {error}; name another file, or leave --resume out"
+        ) from None
 
 
 def _keep(console: Console, found: "Document", path: Path | None) -> bool:
