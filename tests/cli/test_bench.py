@@ -111,23 +111,27 @@ def test_linear(tmp_path, monkeypatch):
     assert step["rate"] == pytest.approx(2 * 4 * 2 * 16 * 16 * 4 / step["milliseconds"] / 1e9, rel=1e-3)
 
 
-def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch):
-    """Each result is the next call's array, and the calls' share of the time is what counts."""
+@pytest.mark.parametrize("results_of", [{"x": "y"}, {"x": "y", "state": "z"}])
+def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch, results_of):
+    """Each call's results are the next one's arrays, and the calls' share of the time is what counts."""
     clock, ran = [0.0], []
 
-    def tick(x):
+    def tick(x, state):
         clock[0] += 1.0
-        ran.append(float(x[0]))
-        return 2 * x
+        ran.append((float(x[0]), float(state)))
+        return 2 * x, state + 1
 
     def double(arrays):
-        return {"y": jax.pure_callback(tick, jax.ShapeDtypeStruct((4,), "float32"), arrays["x"])}
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays["x"], arrays["state"]))
+        return dict(zip("yz", jax.pure_callback(tick, like, arrays["x"], arrays["state"]), strict=True))
 
     monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    program = jax_program(double, {"x": np.ones(4, np.float32)}, Quiet(), chain=("x", "y", 10))
+    arrays = {"x": np.ones(4, np.float32), "state": np.float32(0)}
+    program = jax_program(double, arrays, Quiet(), chain=(results_of, 10))
     assert np.asarray(program.results()["y"]).tolist() == [2.0] * 4
     ran.clear()
-    assert program.seconds(1) == 1.0 and ran == [2.0**n for n in range(10)]
+    carried = "state" in results_of
+    assert program.seconds(1) == 1.0 and ran == [(2.0**n, n if carried else 0.0) for n in range(10)]
     assert program.seconds(25) == 25.0 and len(ran) == 10 + 30
 
 

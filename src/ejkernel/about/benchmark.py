@@ -16,8 +16,8 @@ TRAINING = "training step"
 LEARNING_RATE = 1e-3
 
 Arrays = dict[str, Any]
-# (array, result, calls), see `jax_program`
-Chain = tuple[str, str, int]
+# (result by array, calls), see `jax_program`
+Chain = tuple[dict[str, str], int]
 
 
 class Unit(NamedTuple):
@@ -152,19 +152,21 @@ class Benchmark:
     chain: Callable[[Any, str], Chain | None] = _no_chain
 
 
-def passes_of(
-    function: Callable[[Arrays], jax.Array], what: str, trained: tuple[str, ...]
-) -> Callable[[Arrays], Arrays]:
+def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, ...]) -> Callable[[Arrays], Arrays]:
     """One pass of a function of named arrays: its output, and with a backward the gradients of those trained.
 
-    A training step has the new values of these too.
+    Further outputs of a forward are called `out 1` and so on. A training step has the new values of those trained too.
     """
 
     def forward(arrays: Arrays) -> Arrays:
-        return {"out": function(arrays)}
+        out, *more = jax.tree.leaves(function(arrays))
+        return {"out": out, **{f"out {n}": x for n, x in enumerate(more, 1)}}
+
+    def first_output(arrays: Arrays, given: tuple[Any, ...]) -> jax.Array:
+        return jax.tree.leaves(function({**arrays, **dict(zip(trained, given))}))[0]
 
     def both(arrays: Arrays) -> Arrays:
-        out, pull = jax.vjp(lambda *given: function({**arrays, **dict(zip(trained, given))}), *map(arrays.get, trained))
+        out, pull = jax.vjp(lambda *given: first_output(arrays, given), *map(arrays.get, trained))
         return {"out": out, **{f"d{name}": dx for name, dx in zip(trained, pull(arrays["dout"]), strict=True)}}
 
     def training(arrays: Arrays) -> Arrays:
@@ -180,21 +182,24 @@ def jax_program(
 ) -> Program:
     """Compile a function of named arrays.
 
-    `chain` is for calls shorter than the host takes to start one: (array, result, calls) makes a program of so many
-    calls, in which the result of each is the next one's array, and times that.
+    `chain` is for calls shorter than the host takes to start one: (result by array, calls) makes a program of so many
+    calls, in which these results of each are the next one's arrays, and times that.
     """
     start = time.perf_counter()
     compiled = jax.jit(function).lower(arrays).compile()
     compiling = time.perf_counter() - start
     timed, links = compiled, 1
     if chain is not None:
-        array, result, links = chain
+        results_of, links = chain
 
-        def chained(arrays: Arrays) -> jax.Array:
-            def link(_: Any, x: jax.Array) -> jax.Array:
-                return function({**arrays, array: x})[result].astype(x.dtype)
+        def chained(arrays: Arrays) -> Arrays:
+            def link(_: Any, given: Arrays) -> Arrays:
+                found = function({**arrays, **given})
+                return {array: found[result].astype(given[array].dtype) for array, result in results_of.items()}
 
-            return jax.lax.fori_loop(0, links, link, arrays[array])
+            # a state that a loop carries would be copied in every turn
+            unroll = len(results_of) > 1
+            return jax.lax.fori_loop(0, links, link, {array: arrays[array] for array in results_of}, unroll=unroll)
 
         timed = jax.jit(chained).lower(arrays).compile()
 

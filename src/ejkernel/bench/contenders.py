@@ -67,11 +67,11 @@ def _ours(family: Family, platform: str) -> Contender:
     def build(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
         function = family.function(case.operations[0])
 
-        def first_output(given: Arrays) -> jax.Array:
-            return jax.tree.leaves(function(**case.arguments(given), platform=platform))[0]
+        def call(given: Arrays) -> Any:
+            return function(**case.arguments(given), platform=platform)
 
         chain = benchmark.chain(case, what)
-        return jax_program(passes_of(first_output, what, benchmark.trained), arrays, quiet, chain)
+        return jax_program(passes_of(call, what, benchmark.trained), arrays, quiet, chain)
 
     def refusal(case: Case) -> str | None:
         told = explained(family, case.operations[0], case, platform)

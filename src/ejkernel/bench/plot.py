@@ -19,13 +19,25 @@ def _colors(found: Document) -> dict[str, str]:
     return {name: next(ours if platform else peers, "#BBBBBB") for name, platform in found["contenders"].items()}
 
 
+# a group with no more cases of a length than this shares a panel
+FEW = 2
+
+
 def _rows(found: Document) -> list[tuple[str, list[str], str]]:
-    """(title, cases, unit) of each row of panels: cases that differ in head dim and mask alone, times before rates."""
-    rows: dict[tuple[Any, ...], list[str]] = {}
+    """(title, cases, unit) of each row of panels: cases that differ in head dim and mask alone, times before rates.
+
+    Those of a group that has only few of each length differ in that too.
+    """
+    rows: dict[tuple[str, str], dict[int, list[str]]] = {}
     for name, facts in found["cases"].items():
-        rows.setdefault((facts["group"], facts.get("T", 0), facts["unit"]), []).append(name)
-    ordered = sorted(rows.items(), key=lambda row: (row[0][-1] != "ms", row[0]))
-    return [(f"{group}, {_common(found, cases)}", cases, unit) for (group, _, unit), cases in ordered]
+        rows.setdefault((facts["unit"], facts["group"]), {}).setdefault(facts.get("T", 0), []).append(name)
+    found_rows = []
+    for (unit, group), lengths in sorted(rows.items(), key=lambda row: (row[0][0] != "ms", row[0])):
+        together = [lengths[T] for T in sorted(lengths)]
+        if max(map(len, together)) <= FEW:
+            together = [[case for cases in together for case in cases]]
+        found_rows += [(f"{group}, {_common(found, cases)}", cases, unit) for cases in together]
+    return found_rows
 
 
 def _passes(found: Document, cases: list[str]) -> list[str]:

@@ -93,8 +93,8 @@ class Case:
 
 
 def chain(case: Case, what: str) -> Chain | None:
-    """A decode step is over before the host has started the next."""
-    return ("query", "out", 20) if case.decodes else None
+    """A decode step is over before the host has started the next, which begins with the state it left."""
+    return ({"query": "out", "initial_state": "out 1"}, 20) if case.decodes else None
 
 
 def all_cases(backend: str, quick: bool) -> list[Case]:

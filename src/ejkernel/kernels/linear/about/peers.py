@@ -31,8 +31,8 @@ def _build_scan(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
     return jax_program(passes_of(partial(_scan, case), what, TRAINED), arrays, quiet, chain(case, what))
 
 
-def _scan(case: Case, arrays: Arrays) -> jax.Array:
-    """The recurrence as one writes it down; documents are rows."""
+def _scan(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Output and last state of the recurrence as one writes it down; documents are rows."""
     rows = case.documents or case.B
     shape = (rows, -1, case.H, case.D)
     tokens = {name: arrays[name].reshape(shape) for name in TRAINED if arrays.get(name) is not None}
@@ -44,8 +44,8 @@ def _scan(case: Case, arrays: Arrays) -> jax.Array:
         return state, jnp.einsum("bhd,bhde->bhe", x["query"], state) * case.D**-0.5
 
     start = arrays.get("initial_state", jnp.zeros((rows, case.H, case.D, case.D)))
-    _, out = lax.scan(step, start, {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()})
-    return jnp.moveaxis(out, 0, 1).reshape(case.B, case.T, case.H, case.D)
+    last, out = lax.scan(step, start, {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()})
+    return jnp.moveaxis(out, 0, 1).reshape(case.B, case.T, case.H, case.D), last
 
 
 # flash-linear-attention ----------------------------------------------------------------------------------------

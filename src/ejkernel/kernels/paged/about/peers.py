@@ -9,7 +9,7 @@ from ejkernel.about.benchmark import Arrays, Contender, Program, Quiet, jax_prog
 from ejkernel.kernels.paged.about.cases import Case
 
 # twenty calls of one program: a decode of one sequence is over before the host has started the next
-CHAIN = ("query", "out", 20)
+CHAIN = ({"query": "out"}, 20)
 
 
 def peers() -> list[Contender]:
