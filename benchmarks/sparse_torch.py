@@ -95,18 +95,20 @@ def passes(attend: Attend, tensors: list[torch.Tensor]) -> dict[str, Callable[[]
 
 
 def show(name: str, times: dict[str, dict[str, float]], against: str) -> None:
-    """One line per pass: every contender's time, and how many times faster the first is than `against`."""
+    """One line per pass: every contender's time, and how many times faster than `against` it is."""
     for what in next(iter(times.values())):
-        line = ", ".join(f"{who} {found[what]:.3f}" for who, found in times.items())
-        ratio = ""
-        if against in times:
-            first = next(iter(times.values()))[what]
-            ratio = f"; {times[against][what] / first:.2f}x {against}"
-        print(f"{name}, {what}: {line}{ratio}", flush=True)
+        told = []
+        for who, found in times.items():
+            ratio = f" ({times[against][what] / found[what]:.2f}x)" if against in times and who != against else ""
+            told.append(f"{who} {found[what]:.3f}{ratio}")
+        print(f"{name}, {what}: {', '.join(told)}", flush=True)
 
 
-def compare(name: str, contenders: dict[str, Attend], tensors: list[torch.Tensor], against: str) -> None:
-    device, times = tensors[0].device, {}
+def compare(
+    name: str, contenders: dict[str, Attend], tensors: list[torch.Tensor], against: str, more: Any = None
+) -> None:
+    """The contenders, and those whose times are there already."""
+    device, times = tensors[0].device, dict(more or {})
     for who, attend in contenders.items():
         times[who] = {what: milliseconds(step, device) for what, step in passes(attend, tensors).items()}
     show(name, times, against)
@@ -126,11 +128,12 @@ def with_dkernel(shape: Shape, device: torch.device) -> None:
         if theirs is not None:
             contenders["dkernel"] = module(shape, pattern, theirs).to(device)
             torch.testing.assert_close(ours(*tensors), contenders["dkernel"](*tensors), atol=2e-2, rtol=2e-2)
-        compare(f"B1 T{shape.T} H{shape.H} D{shape.D}, {pattern}", contenders, tensors, "dkernel")
+        name = f"B1 T{shape.T} H{shape.H} D{shape.D}, {pattern}"
+        compare(name, contenders, tensors, "dkernel", in_jax(shape, pattern, device))
 
 
-def in_jax(shape: Shape, pattern: Pattern, device: torch.device) -> None:
-    """The same pattern through `ejkernel.modules`, on JAX's device."""
+def in_jax(shape: Shape, pattern: Pattern, device: torch.device) -> dict[str, dict[str, float]]:
+    """The same pattern through `ejkernel.modules`, on JAX's device: milliseconds by pass; ten calls at a time."""
     import jax
     import jax.numpy as jnp
 
@@ -139,7 +142,7 @@ def in_jax(shape: Shape, pattern: Pattern, device: torch.device) -> None:
 
     if (jax.default_backend() == "gpu") != (device.type == "cuda"):
         print(f"JAX runs on {jax.default_backend()}, PyTorch on {device.type}: no column of JAX")
-        return
+        return {}
     cells = BlockPattern.local_stride(
         shape.H, -(-shape.T // pattern.block), pattern.local, pattern.stride, block_size=pattern.block
     )
@@ -150,14 +153,16 @@ def in_jax(shape: Shape, pattern: Pattern, device: torch.device) -> None:
         "forward": jax.jit(attend),
         "forward + backward": jax.jit(jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))),
     }
+    times: dict[str, float] = {}
     for what, step in steps.items():
-        times = []
         jax.block_until_ready(step(q, k, v))
-        for _ in range(20):
+        samples = []
+        for _ in range(7):
             start = time.perf_counter()
-            jax.block_until_ready(step(q, k, v))
-            times.append(1e3 * (time.perf_counter() - start))
-        print(f"{pattern}, from JAX, {what}: {statistics.median(times):.3f}", flush=True)
+            jax.block_until_ready([step(q, k, v) for _ in range(10)])
+            samples.append(1e2 * (time.perf_counter() - start))
+        times[what] = statistics.median(samples)
+    return {"from JAX": times}
 
 
 def with_dense(shape: Shape, device: torch.device) -> None:
@@ -247,8 +252,6 @@ def main() -> None:
     uneven_heads(Shape(T=512, H=8, Hkv=8, D=32) if small else Shape(), device)
     for B in (1, 4) if small else (1, 32):
         decoding(Shape(B=B, T=512, H=4, Hkv=1, D=32) if small else Shape(B=B, Hkv=8), device)
-    for stride in (4, 8, 16):
-        in_jax(usual, Pattern(stride=stride), device)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ HIDING = (
     "pattern-per-batch", "bias-HTS-masked", "soft-cap-segments", "dropout-bfloat16-segments", "packed-padding",
     "packed-cross-causal", "unnormalised-causal-T>S", "unnormalised-segments-no-lse", "everything-masked",
     "everything-bfloat16", "segments-bias-sinks-soft-cap-dropout", "wide-D96-lengths-window",
-    "wide-D128-segments-gqa-causal", "wide-D256-segments-soft-cap",
+    "wide-D128-segments-gqa-causal", "wide-D128-pattern-gqa-causal", "wide-D256-segments-soft-cap",
 )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """The Mosaic GPU kernels lower for Hopper on a machine that has none."""
 
 import math
+import operator
 import re
 from dataclasses import replace
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target, deterministic
 from ejkernel.ops.autodiff import execute
 from ejkernel.ops.dispatch import plan
-from ejkernel.types import MaskInfo
+from ejkernel.types import BlockPattern, MaskInfo
 
 HOPPER = Target("gpu", "nvidia_h200", "sm_90", cores=132)
 
@@ -39,14 +41,23 @@ CASES = {
         "sinks": True,
         "logits_soft_cap": 20.0,
     },
+    "D128-pattern-64-per-head-causal": {"D": 128, "T": 512, "pattern": 64, "causal": True},
+    "D64-pattern-128-shared-ragged": {"D": 64, "T": 500, "pattern": 128, "shared": True},
+    "D128-pattern-64-segments": {"D": 128, "pattern": 64, "segments": True, "causal": True, "sinks": True},
+    "D256-pattern-64-causal": {"D": 256, "pattern": 64, "causal": True},
+    "D96-pattern-128-window": {"D": 96, "pattern": 128, "causal": True, "sliding_window": 200},
 }
 
 
-def arguments(D, T=256, H=4, Hkv=2, segments=False, sinks=False, **options):
+def arguments(D, T=256, H=4, Hkv=2, segments=False, sinks=False, pattern=0, shared=False, **options):
     q = jax.ShapeDtypeStruct((2, T, H, D), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, T, Hkv, D), jnp.bfloat16)
-    if segments:
-        options["mask_info"] = MaskInfo.from_segments(jnp.zeros((2, T), jnp.int32))
+    masks = [MaskInfo.from_segments(jnp.zeros((2, T), jnp.int32))] if segments else []
+    if pattern:
+        blocks = BlockPattern.local_stride(H, -(-T // pattern), 1, 3, homo_head=shared, block_size=pattern)
+        masks.append(MaskInfo.from_block_pattern(blocks, q_len=T))
+    if masks:
+        options["mask_info"] = reduce(operator.and_, masks)
     if sinks:
         options["softmax_aux"] = jnp.zeros(H)
     return (q, k, k), options

@@ -3,7 +3,9 @@
 A tile is 128 query rows of one head; a program computes one, or one after another. Two compute warpgroups hold 64 rows
 each; a third one copies key and value blocks into a ring of `stages` shared-memory slots. The compute warpgroups meet
 at a barrier twice per key block and run half a block apart, so that one does its softmax while the other feeds the
-tensor cores. The block schedule gives each tile three runs of key blocks: masked, unmasked, masked.
+tensor cores. The block schedule gives each tile three runs of key blocks: masked, unmasked, masked. Under a block
+pattern the runs are of places in a list, unmasked then masked, and a block is made of pieces of 64 keys that need not
+be neighbours (see mosaic_gpu_lists).
 
 Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2.
 D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128.
@@ -21,6 +23,7 @@ from jax import lax
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.softmax.mosaic_gpu_bwd import backward
 from ejkernel.kernels.softmax.mosaic_gpu_fwd import forward
+from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import Masks, results_apart
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Implementation
@@ -115,9 +118,13 @@ def unsupported(call: Call) -> list[str]:
         reasons.append(f"head dim {dims.D} is not one of {HEAD_DIMS}")
     if dims.Dv != dims.D:
         reasons.append(f"value head dim {dims.Dv} differs from {dims.D}")
-    for name, what in (("bias", "a bias"), ("mask", "a dense mask"), ("pattern", "a block pattern")):
+    for name, what in (("bias", "a bias"), ("mask", "a dense mask")):
         if name in call:
             reasons.append(f"{what} is not implemented")
+    if "pattern" in call and any(size % PIECE for size in spec.pattern_block):
+        reasons.append(f"a block pattern needs blocks of multiples of {PIECE}, not {spec.pattern_block}")
+    if spec.pattern_by_position:
+        reasons.append("a block pattern is read by index, not by position")
     if spec.dropout:
         reasons.append("dropout is not implemented")
     if spec.with_argmax:
@@ -155,7 +162,8 @@ def _unsupported_fused(D: int, config: Config) -> list[str]:
 def _fused_is_faster(call: Call) -> bool:
     """Whether one kernel was measured to be faster than two: without a mask, as many key heads, whole tiles."""
     dims = dimensions(call)
-    hidden = call.spec.chunk is not None or call.spec.band != Band() or "q_segments" in call or "q_positions" in call
+    masks = any(name in call for name in ("q_segments", "q_positions", "pattern"))
+    hidden = masks or call.spec.chunk is not None or call.spec.band != Band()
     whole = dims.Hkv == dims.H and dims.T % 128 == 0 and dims.S % 128 == 0
     return whole and not hidden and dims.D == 128 and CAN_ADD
 

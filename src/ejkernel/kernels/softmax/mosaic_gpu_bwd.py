@@ -14,6 +14,7 @@ D192/64/4: 96+96, D256/64/3: 128+96.
 dk/dv: 128 keys a tile, 64 a warpgroup, both gradients in its registers: D + dkv_block_q (logits, dp) +
 dkv_block_q/2 (weights and ds in 16 bits). D64/64: 64+64+32, D128/64: 128+64+32. A group's query heads are summed in
 registers. Shared memory: keys and values, dk and dv, and `dkv_stages` of queries and dout; D128/64/2: 64 KB each.
+Under a block pattern the two 64 need not be neighbours: they are pieces that about as many queries visit.
 Beyond D128 two gradients of 64 keys do not fit one warpgroup: `dkv_split` gives one warpgroup dv and the other dk of
 the same 64 keys. The first computes the weights and hands them to the second through shared memory; each does two of
 the four matmuls. D256/64: 128+32+16 and 128+32+32+16. Shared memory: keys and values (64 KB at D256), two stages of
@@ -112,12 +113,12 @@ class _QueryGradient(Gradient):
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        scratch = retry_scratch(self.masks, c.dq_slots, c.dq_block_k) | {
+        scratch = retry_scratch(self.masks, c.dq_slots, c.dq_block_k, self.parts) | {
             "q_smem": tile_ref((2, 64, D), self.dtype),
             "do_smem": tile_ref((2, 64, D), self.dtype),
             "kv_smem": tile_ref((c.dq_slots, c.dq_block_k, D), self.dtype),
             "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            "ready": plgpu.Barrier(num_barriers=c.dq_slots),
+            "ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.dq_slots),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dq_slots),
         }
         return scratch | ({"dq_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
@@ -141,7 +142,7 @@ class _QueryGradient(Gradient):
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dq_acc):
-                step = self._step(refs, scratch, dq_acc, w, (b, blocks - row[0]), rows, lse, delta, scrub)
+                step = self._step(refs, scratch, dq_acc, w, (b, h, i), blocks - row[0], rows, lse, delta, scrub)
                 self.runs.loop(row, step, jnp.int32(0))
                 return dq_acc[...]
 
@@ -164,23 +165,23 @@ class _QueryGradient(Gradient):
             row = self.runs.row(refs, b, h, i)
 
             def copy(j, blocks):
+                spans = self.spans(refs, (b, h, i), j)
                 for which, source in enumerate((k_ref, v_ref)):
                     t = 2 * blocks + which
                     slot = lax.rem(t, jnp.int32(slots))
-                    at = (batch_index(source, b), pl.ds(j * block, block), h_kv)
+                    parts = [source.at[batch_index(source, b), span, h_kv] for span in spans]
                     pl.when(t >= slots)(lambda slot=slot: plgpu.barrier_wait(scratch["free"].at[slot]))
                     how = ()
                     if careful and source is k_ref:
                         how = (masked_block(row, j), scratch["raw"], flags_of(scratch, slot, block))
-                    fetch(source.at[at], scratch["kv_smem"].at[slot], scratch["ready"].at[slot], *how)
+                    fetch(parts, scratch["kv_smem"].at[slot], scratch["ready"].at[slot], *how)
                 return blocks + 1
 
             return lax.fori_loop(row[0], row[3], copy, blocks)
 
         copy_tiles(self.walk, scratch, scrub, {"free": 2}, feed)
 
-    def _step(self, refs, scratch, dq_acc, w, place, rows, lse, delta, scrub) -> Callable[..., Any]:
-        b, before = place
+    def _step(self, refs, scratch, dq_acc, w, place, before, rows, lse, delta, scrub) -> Callable[..., Any]:
         block, slots = self.config.dq_block_k, self.config.dq_slots
         shape = (64, block)
 
@@ -195,7 +196,7 @@ class _QueryGradient(Gradient):
                 plgpu.wgmma(s_acc, own[0], k_smem.T)
                 plgpu.barrier_wait(scratch["ready"].at[v_slot])
                 plgpu.wgmma(dp_acc, own[1], v_smem.T)
-                keep = self.masks.keep(refs, rows, b, i * block, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, i, shape) if masked else None
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
                     x += across(flags(scratch, k_slot, block, scrub), shape, 1)
@@ -216,6 +217,8 @@ class _QueryGradient(Gradient):
 class _KeyGradient(QueryLoop):
     """dk and dv of 128 keys, 64 in each compute warpgroup."""
 
+    alike = True
+
     def scratch(self) -> dict[str, Any]:
         results = {"dk_smem": tile_ref((2, 64, self.dims.D), self.dtype)}
         results["dv_smem"] = results["dk_smem"]
@@ -228,18 +231,19 @@ class _KeyGradient(QueryLoop):
 
         def fetch_own(n) -> None:
             b, h_kv, i = self.walk.place(n)
+            start = self.start(refs, (b, h_kv, i), w)
             for source, target in ((k_ref, scratch["k_smem"]), (v_ref, scratch["v_smem"])):
-                own = source.at[batch_index(source, b), pl.ds(i * 128 + w * 64, 64), h_kv]
+                own = source.at[batch_index(source, b), pl.ds(start, 64), h_kv]
                 plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, steps):
             b, h_kv, i = self.walk.place(n)
-            start = i * 128 + w * 64
+            start = self.start(refs, (b, h_kv, i), w)
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dk_acc, dv_acc):
-                step = self._step(refs, scratch, dk_acc, dv_acc, w, b, rows, scrub)
+                step = partial(self._step, refs, scratch, dk_acc, dv_acc, w, rows, scrub)
                 return self.loop(refs, b, h_kv, i, steps, step), dk_acc[...], dv_acc[...]
 
             acc = plgpu.ACC((64, D), jnp.float32)
@@ -258,7 +262,7 @@ class _KeyGradient(QueryLoop):
             lambda: act("copy", scratch, partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
         )
 
-    def _step(self, refs, scratch, dk_acc, dv_acc, w, b, rows, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, dk_acc, dv_acc, w, rows, scrub, place) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)  # keys by queries
 
@@ -272,17 +276,29 @@ class _KeyGradient(QueryLoop):
                 plgpu.wgmma(s_acc, own[0], q_smem.T)
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
-                keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, n, shape) if masked else None
                 lse = self.log_sums(scratch, slot, shape, masked, scrub)
                 p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse, keep)
                 dp = dp_acc[...]
                 delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
                 return p.astype(self.dtype), logits_gradient(p, dp, delta, slope, keep).astype(self.dtype)
 
-            p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-            plgpu.wgmma(dv_acc, p, do_smem)
-            plgpu.wgmma(dk_acc, ds, q_smem)
-            plgpu.wgmma_wait(0)
+            def add() -> None:
+                p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+                plgpu.wgmma(dv_acc, p, do_smem)
+                plgpu.wgmma(dk_acc, ds, q_smem)
+                plgpu.wgmma_wait(0)
+
+            def pass_over() -> None:
+                plgpu.barrier_wait(scratch["q_ready"].at[slot])
+                plgpu.barrier_wait(scratch["do_ready"].at[slot])
+
+            if masked and self.runs.listed:  # these queries may see the other warpgroup's keys alone
+                shown = self.shown(refs, place, w, n)
+                pl.when(shown)(add)
+                pl.when(jnp.logical_not(shown))(pass_over)
+            else:
+                add()
             plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
@@ -317,7 +333,7 @@ class _SplitKeyGradient(QueryLoop):
                 plgpu.barrier_wait(scratch["own_ready"].at[index])
 
                 def sum_up(acc):
-                    return self.loop(refs, b, h_kv, i, steps, step(refs, scratch, acc, b, rows, scrub)), acc[...]
+                    return self.loop(refs, b, h_kv, i, steps, partial(step, refs, scratch, acc, rows, scrub)), acc[...]
 
                 steps, gradient = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
                 return steps, [(gradient * factor, smem, target.at[b, pl.ds(i * 64, 64), h_kv])]
@@ -334,7 +350,7 @@ class _SplitKeyGradient(QueryLoop):
             lambda: act("copy", scratch, partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
         )
 
-    def _value_step(self, refs, scratch, dv_acc, b, rows, scrub) -> Callable[..., Any]:
+    def _value_step(self, refs, scratch, dv_acc, rows, scrub, place) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)
 
@@ -344,7 +360,7 @@ class _SplitKeyGradient(QueryLoop):
             def product(s_acc):
                 plgpu.barrier_wait(scratch["q_ready"].at[slot])
                 plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
-                keep = self.masks.keep(refs, rows, b, n * block, shape) if masked else None
+                keep = self.keep(refs, rows, place, 0, n, shape) if masked else None
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 p, slope = self.weights(s_acc[...], self.log_sums(scratch, slot, shape, masked, scrub), keep)
                 if slope is None:
@@ -363,7 +379,7 @@ class _SplitKeyGradient(QueryLoop):
 
         return step
 
-    def _key_step(self, refs, scratch, dk_acc, b, rows, scrub) -> Callable[..., Any]:
+    def _key_step(self, refs, scratch, dk_acc, rows, scrub, place) -> Callable[..., Any]:
         stages = self.config.dkv_stages
         shape = (64, self.config.dkv_block_q)
 

@@ -77,7 +77,7 @@ class _Fused(QueryLoop):
         scratch = self.ring_scratch((2, 64), own_flags=2)
         del scratch["do_ready"]
         return scratch | {
-            "q_ready": plgpu.Barrier(num_arrivals=4, num_barriers=self.config.dkv_stages),
+            "q_ready": plgpu.Barrier(num_arrivals=4 * self.parts, num_barriers=self.config.dkv_stages),
             "ds_smem": plgpu.SMEM((2, 2, *TILE), self.dtype, transforms=ds),
             "dq_smem": plgpu.SMEM((2, *TILE), jnp.float32, transforms=dq),
             "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
@@ -115,14 +115,12 @@ class _Fused(QueryLoop):
 
             def sum_up(dk_acc, dv_acc):
                 def visit(h, row, t):
-                    place = b, h, row[0], start
-                    t = self.runs.loop(
-                        row, self._step(refs, scratch, (dq_ref, dk_acc, dv_acc), w, place, rows, scrub), t
-                    )
+                    sums, place = (dq_ref, dk_acc, dv_acc), (b, h, i)
+                    t = self.runs.loop(row, self._step(refs, scratch, sums, w, place, row[0], rows, scrub), t)
                     some = row[3] > row[0]
                     self._wait_ds(scratch, t, some)
                     dq = _wait(self._half(scratch, w, t - 1), 0)
-                    self._send(scratch, dq_ref, dq, (b, h, row[3] - 1), w, some, scrub)
+                    self._send(refs, scratch, dq_ref, dq, place, row[3] - 1, w, some, scrub)
                     return t
 
                 t = self.over_heads(refs, b, h_kv, i, first, visit)
@@ -174,10 +172,11 @@ class _Fused(QueryLoop):
 
         return pl.run_scoped(product, plgpu.ACC(TILE, jnp.float32))
 
-    def _send(self, scratch, dq_ref, dq, place, w, exists, scrub) -> None:
-        """Add a half block of dq to what is in global memory."""
-        b, h, n = place
-        smem, target = scratch["dq_smem"].at[w], dq_ref.at[b, pl.ds(n * BLOCK, BLOCK), h, pl.ds(w * 64, 64)]
+    def _send(self, refs, scratch, dq_ref, dq, place, n, w, exists, scrub) -> None:
+        """Add half of dq of the n-th block to what is in global memory."""
+        b, h, _ = place
+        (span,) = self.spans(refs, place, jnp.maximum(n, 0) if self.runs.listed else n)  # there is no entry -1
+        smem, target = scratch["dq_smem"].at[w], dq_ref.at[b, span, h, pl.ds(w * 64, 64)]
         if scrub is not False:  # the first attempt has added it
             exists = jnp.logical_and(exists, jnp.logical_not(scrub))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -185,9 +184,9 @@ class _Fused(QueryLoop):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, target, predicate=exists, reduction_op="add")
 
-    def _step(self, refs, scratch, sums, own, place, rows, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, sums, own, place, lo, rows, scrub) -> Callable[..., Any]:
         dq_ref, dk_acc, dv_acc = sums
-        b, h, lo, start = place
+        start = place[2] * 128 + own * 64
 
         def step(n, t, *, masked: bool):
             # with masks more is alive, and what is spilled would no longer fit the cache; without, this costs 5%
@@ -202,7 +201,7 @@ class _Fused(QueryLoop):
 
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
             x, dp = pl.run_scoped(products, *[plgpu.ACC(TILE, jnp.float32)] * 2)
-            keep = self.masks.keep(refs, rows, b, n * BLOCK, TILE) if masked else None
+            keep = self.keep(refs, rows, place, w, n, TILE) if masked else None
             x = _wait(x, 1)
             p, slope = self.weights(x, self.log_sums(scratch, slot, TILE, masked, scrub), keep)
             p = p.astype(self.dtype)
@@ -220,7 +219,7 @@ class _Fused(QueryLoop):
             dq = _wait(dq, 1)
             # only now: the other warpgroup may write over what this half of dq was made from
             plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
-            self._send(scratch, dq_ref, dq, (b, h, n - 1), w, n > lo, scrub)
+            self._send(refs, scratch, dq_ref, dq, place, n - 1, w, n > lo, scrub)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1

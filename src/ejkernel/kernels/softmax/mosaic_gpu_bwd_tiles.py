@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
+from ejkernel.kernels.softmax.mosaic_gpu_retry import copy_parts, fetch, flags, flags_of, retry_scratch
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, Kernel, across, load, masked_block, tile_ref, unknown
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import copy_tiles
 
@@ -44,15 +44,15 @@ class QueryLoop(Gradient):
     def ring_scratch(self, keys: tuple[int, ...], own_flags: int = 0) -> dict[str, Any]:
         """Shared memory of keys, of a ring of query blocks, and of flags: `own_flags` beside those of the ring."""
         c, D = self.config, self.dims.D
-        return retry_scratch(self.masks, 2 * c.dkv_stages + own_flags, c.dkv_block_q) | {
+        return retry_scratch(self.masks, 2 * c.dkv_stages + own_flags, c.dkv_block_q, self.parts) | {
             "k_smem": tile_ref((*keys, D), self.dtype),
             "v_smem": tile_ref((*keys, D), self.dtype),
             "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
             "do_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
             "lse_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
             "delta_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
-            "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
-            "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+            "q_ready": plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=c.dkv_stages),
+            "do_ready": plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=c.dkv_stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
         }
 
@@ -69,27 +69,27 @@ class QueryLoop(Gradient):
     def copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, scratch, scrub) -> None:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
 
-        def visit(b, careful, h, row, steps):
+        def visit(b, i, careful, h, row, steps):
             def block_of(n, t):
                 slot = lax.rem(t, jnp.int32(stages))
-                rows = pl.ds(n * block, block)
+                spans = self.spans(refs, (b, h, i), n)
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
                 for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
                     ready = scratch[f"{name}_ready"].at[slot]
                     smem = scratch["lse_smem" if name == "q" else "delta_smem"]
-                    plgpu.copy_gmem_to_smem(statistic.at[b, h, rows], smem.at[slot], ready)
+                    copy_parts([statistic.at[b, h, rows] for rows in spans], smem.at[slot], ready)
                     how = ()
                     if careful:
                         flag = flags_of(scratch, n_flag * stages + slot, block)
                         how = (masked_block(row, n), scratch["raw"], flag)
-                    fetch(tile.at[b, rows, h], scratch[f"{name}_smem"].at[slot], ready, *how)
+                    fetch([tile.at[b, rows, h] for rows in spans], scratch[f"{name}_smem"].at[slot], ready, *how)
                 return t + 1
 
             return lax.fori_loop(row[0], row[3], block_of, steps)
 
         def feed(careful, n, steps):
             b, h_kv, i = self.walk.place(n)
-            return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, careful))
+            return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, i, careful))
 
         copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
 
@@ -102,4 +102,7 @@ class QueryLoop(Gradient):
         return across(lse, shape, 1)
 
     def loop(self, refs, b, h_kv, i, steps: Any, step: Callable[..., Any]) -> Any:
-        return self.over_heads(refs, b, h_kv, i, steps, lambda h, row, steps: self.runs.loop(row, step, steps))
+        """Steps after all query blocks of all heads; `step` makes the step of a (batch, head, tile)."""
+        return self.over_heads(
+            refs, b, h_kv, i, steps, lambda h, row, steps: self.runs.loop(row, step((b, h, i)), steps)
+        )

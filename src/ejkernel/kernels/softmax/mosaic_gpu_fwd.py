@@ -63,14 +63,14 @@ class _Forward(Kernel):
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        scratch = retry_scratch(self.masks, c.stages, c.block_k) | {
+        scratch = retry_scratch(self.masks, c.stages, c.block_k, self.parts) | {
             "q_smem": tile_ref((2, 64, D), self.dtype),
             "k_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
             "v_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
             "lse_smem": plgpu.SMEM((2, 64), jnp.float32),
             "q_ready": plgpu.Barrier(num_barriers=2),
-            "k_ready": plgpu.Barrier(num_barriers=c.stages),
-            "v_ready": plgpu.Barrier(num_barriers=c.stages),
+            "k_ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.stages),
+            "v_ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.stages),
             "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "turn": plgpu.Barrier(num_arrivals=2),
@@ -94,14 +94,15 @@ class _Forward(Kernel):
 
             def block(j, t):
                 slot = lax.rem(t, jnp.int32(stages))
-                at = (batch_index(k_ref, b), pl.ds(j * block_k, block_k), h_kv)
+                spans = self.spans(refs, (b, h, i), j)  # read before the slot is free
+                at = [(batch_index(k_ref, b), span, h_kv) for span in spans]
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["k_free"].at[slot]))
-                fetch(k_ref.at[at], scratch["k_smem"].at[slot], scratch["k_ready"].at[slot])
+                fetch([k_ref.at[one] for one in at], scratch["k_smem"].at[slot], scratch["k_ready"].at[slot])
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["v_free"].at[slot]))
                 how = ()
                 if careful:
                     how = (masked_block(row, j), scratch["raw"], flags_of(scratch, slot, block_k))
-                fetch(v_ref.at[at], scratch["v_smem"].at[slot], scratch["v_ready"].at[slot], *how)
+                fetch([v_ref.at[one] for one in at], scratch["v_smem"].at[slot], scratch["v_ready"].at[slot], *how)
                 return t + 1
 
             return lax.fori_loop(row[0], row[3], block, blocks)
@@ -127,7 +128,7 @@ class _Forward(Kernel):
             lo, _, _, hi = row
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["q_ready"].at[w])
-            step = self._step(refs, scratch, q_smem, rows, b, blocks - lo, hi, scrub)
+            step = self._step(refs, scratch, w, rows, (b, h, i), blocks - lo, hi, scrub)
             first = lax.rem(blocks, jnp.int32(self.config.stages))
             pl.when(hi > lo)(lambda: plgpu.barrier_wait(scratch["k_ready"].at[first]))
             # one warpgroup sits out the first half block: from there on they alternate
@@ -154,10 +155,10 @@ class _Forward(Kernel):
         m = jnp.maximum(m, sink)
         return m, jnp.exp2(sink - m)
 
-    def _step(self, refs, scratch, q, rows, b, before, hi, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, w, rows, place, before, hi, scrub) -> Callable[..., Any]:
         c, D = self.config, self.dims.D
         shape = (64, c.block_k)
-        turn = scratch["turn"]
+        q, turn = scratch["q_smem"].at[w], scratch["turn"]
 
         def step(i, carry, *, masked: bool):
             acc, m, l = carry
@@ -166,7 +167,7 @@ class _Forward(Kernel):
             def qk(s_ref):
                 plgpu.wgmma(s_ref, q, scratch["k_smem"].at[slot].T)
                 plgpu.barrier_arrive(turn)
-                keep = self.masks.keep(refs, rows, b, i * c.block_k, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, i, shape) if masked else None
                 return s_ref[...], keep
 
             x, keep = pl.run_scoped(qk, plgpu.ACC(shape, jnp.float32))

@@ -11,11 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, Masks, load, zeros
 
 
-def retry_scratch(masks: Masks, flags: int, columns: int) -> dict[str, Any]:
+def retry_scratch(masks: Masks, flags: int, columns: int, parts: int) -> dict[str, Any]:
     """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
 
     `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
-    of each compute warpgroup's rows, whether there is any, and the flags of scrubbed tiles.
+    of each compute warpgroup's rows, whether there is any, and the flags of scrubbed tiles. Tiles come in `parts`.
     """
     if not masks.mixed:
         return {}
@@ -23,7 +23,7 @@ def retry_scratch(masks: Masks, flags: int, columns: int) -> dict[str, Any]:
         "marks": plgpu.SMEM((3 + flags, max(64, columns)), jnp.bfloat16),
         "reported": plgpu.Barrier(num_arrivals=2),
         "decided": plgpu.Barrier(),
-        "raw": plgpu.Barrier(),
+        "raw": plgpu.Barrier(num_arrivals=parts),
     }
 
 
@@ -80,23 +80,32 @@ def decide(scratch: dict[str, Any], scrub: Any) -> None:
         pl.when(jnp.logical_not(scrub))(look)
 
 
-def fetch(source: Any, target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:
+def copy_parts(sources: list[Any], target: Any, ready: Any) -> None:
+    """Copy arrays that fill a tile in shared memory one after another; each is an arrival at `ready`."""
+    rows = target.shape[0] // len(sources)
+    for n, source in enumerate(sources):
+        part = target if len(sources) == 1 else target.at[pl.ds(n * rows, rows)]
+        plgpu.copy_gmem_to_smem(source, part, ready)
+
+
+def fetch(sources: list[Any], target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:
     """Copy a tile that is about to be summed over its rows; scrub it, if asked, before anyone reads it."""
     if flag is None:
-        plgpu.copy_gmem_to_smem(source, target, ready)
+        copy_parts(sources, target, ready)
         return
 
     @pl.when(jnp.logical_not(scrub))
     def _plain() -> None:
-        plgpu.copy_gmem_to_smem(source, target, ready)
+        copy_parts(sources, target, ready)
 
     @pl.when(scrub)
     def _scrubbed() -> None:
-        plgpu.copy_gmem_to_smem(source, target, raw)
+        copy_parts(sources, target, raw)
         plgpu.barrier_wait(raw)
         scrub_tile(target, flag)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(ready)
+        for _ in sources:
+            plgpu.barrier_arrive(ready)
 
 
 def scrub_tile(tile: Any, flag: Any) -> None:

@@ -1,8 +1,10 @@
 """What the Mosaic GPU kernels of softmax attention share: schedule rows, element masks, copies, launching."""
 
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Self
 
 import jax
@@ -13,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.softmax import schedule
+from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE, Piece, entries, tile_sizes
 from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
 from ejkernel.ops import Call
 
@@ -53,6 +56,7 @@ class Logits:
 class Runs:
     """The schedule of a kernel: one row of constants, or none where it reads bounds, and which runs can exist.
 
+    A run is one of blocks, or of places in a list of them (`listed`).
     Nothing traced is kept here: JAX holds on to the body of a kernel, and so to all that it refers to.
     """
 
@@ -61,9 +65,12 @@ class Runs:
     inner: bool
     after: bool
     static: np.ndarray | None = None
+    listed: bool = False
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_k: int, side: schedule.Side) -> "Runs":
+        if "pattern" in call:
+            return cls(None, False, True, True, listed=True)
         bounds = schedule.plan(call, block_q, block_k, side).bounds  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(bounds, np.ndarray):
             return cls(None, True, True, True)
@@ -95,8 +102,7 @@ class Runs:
         if self.constant is not None:
             return self.constant
         ref = refs["bounds"]
-        Bs, Hs, _, _ = ref.shape
-        at = (b if Bs > 1 else 0, h if Hs > 1 else 0, i)
+        at = _schedule_index(ref, (b, h, i))
         return ref[*at, 0], ref[*at, 1], ref[*at, 2], ref[*at, 3]
 
     def loop(self, row: tuple[Any, ...], step: Callable[..., Any], carry: Any) -> Any:
@@ -185,10 +191,12 @@ class Masks:
     positions: bool = False
     # a tile can hold columns that some of its rows must not see; a ragged tail alone is zeros from the copy engine
     mixed: bool = False
+    # the blocks are listed, and a piece may be for one half of the rows only
+    halves: bool = False
 
     @classmethod
     def of(cls, call: Call, side: schedule.Side) -> "Masks":
-        spec, positions = call.spec, "q_positions" in call
+        spec, positions, halves = call.spec, "q_positions" in call, "pattern" in call
         # explicit positions leave a ragged tail to the segments, which `arrays` then makes up if there are none
         segments = positions or "q_segments" in call
         band = _seen_from(spec.band, side)
@@ -198,24 +206,30 @@ class Masks:
             band.hi is not None or spec.chunk is not None or tail,
             segments,
             positions,
-            segments or spec.chunk is not None or spec.band != Band(),
+            segments or halves or spec.chunk is not None or spec.band != Band(),
+            halves,
         )
 
     def arrays(self, call: Call, side: schedule.Side, row_tile: int, column_tile: int) -> dict[str, jax.Array]:
-        """What `keep` reads: int32 (B|1, length) each, lengths padded to whole tiles."""
+        """What `keep` reads: int32 (B|1, length) each, lengths padded to whole tiles; columns that come in pieces also
+        by the rest of a tile before the first and after the last.
+        """
         dims, found = dimensions(call), {}
+        around = column_tile - PIECE if self.halves else 0
+        column_tile -= around
         lengths = (dims.T, dims.S) if side == "q" else (dims.S, dims.T)
         if self.lower or self.upper:
             low, high = self._intervals(call, side, dims)
             found["row_low"], found["row_high"] = (_padded(x, row_tile, 0) for x in (low, high))
         if self.segments:
             # padding never matches: -2 on the rows, -1 on the columns
-            for name, axis, tile, none in (("row", 0, row_tile, -2), ("column", 1, column_tile, -1)):
+            for name, axis, tile, none, more in (("row", 0, row_tile, -2, 0), ("column", 1, column_tile, -1, around)):
                 ids = call.get("q_segments" if (side == "q") == (axis == 0) else "kv_segments")
                 ids = jnp.zeros((1, lengths[axis]), jnp.int32) if ids is None else ids
-                found[f"{name}_segments"] = _padded(jnp.where(ids < 0, none, ids), tile, none)
+                found[f"{name}_segments"] = _padded(jnp.where(ids < 0, none, ids), tile, none, more)
         if self.positions:
-            found["column_positions"] = _padded(call["kv_positions" if side == "q" else "q_positions"], column_tile, 0)
+            positions = call["kv_positions" if side == "q" else "q_positions"]
+            found["column_positions"] = _padded(positions, column_tile, 0, around)
         return found
 
     def _intervals(self, call: Call, side: schedule.Side, dims: Dimensions) -> tuple[jax.Array, jax.Array]:
@@ -241,19 +255,44 @@ class Masks:
         names = ["row_low"] * self.lower + ["row_high"] * self.upper + ["row_segments"] * self.segments
         return {name: load(refs[name].at[batch_index(refs[name], b), pl.ds(start, size)], ROW) for name in names}
 
-    def keep(self, refs: dict[str, Any], rows: dict[str, jax.Array], b: Any, start: Any, shape: tuple[int, int]) -> Any:
-        """Which elements of the tile whose columns begin at `start` count; None if all do."""
+    def keep(
+        self, refs: dict[str, Any], rows: dict[str, jax.Array], b: Any, half: Any, pieces: list[Piece], shape: Any
+    ) -> Any:
+        """Which elements of the tile whose columns are these pieces count; None if all do."""
+        width = shape[1] // len(pieces)
+
+        def number() -> jax.Array:
+            return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+
+        def chosen(values: list[Any]) -> Any:
+            """For each column, the value of its piece."""
+            found = values[0]
+            for n, value in enumerate(values[1:], 1):
+                found = jnp.where(number() >= n * width, value, found)
+            return found
+
+        # as if the tile were one run of columns, of which a piece is the n-th part
+        starts = [piece.start - n * width for n, piece in enumerate(pieces)]
 
         def column(name: str) -> jax.Array:
-            ref = refs[name]
-            return across(load(ref.at[batch_index(ref, b), pl.ds(start, shape[1])], COL), shape, 1)
+            ref, before = refs[name], shape[1] - width
+            return chosen(
+                [
+                    across(load(ref.at[batch_index(ref, b), pl.ds(start + before, shape[1])], COL), shape, 1)
+                    for start in starts
+                ]
+            )
 
         conditions = []
+        if self.halves:
+            conditions.append(number() < chosen([(piece.halves >> half & 1) * shape[1] for piece in pieces]))
         if self.lower or self.upper:
             if self.positions:
                 at, origin = column("column_positions"), 0
+            elif len(pieces) == 1:
+                at, origin = number(), pieces[0].start
             else:
-                at, origin = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA), start
+                at, origin = number() + chosen(starts), 0
             if self.lower:
                 conditions.append(at >= across(rows["row_low"] - origin, shape, 0))
             if self.upper:
@@ -281,11 +320,14 @@ class Kernel:
     dtype: Any
     walk: Walk
 
+    # whether the halves of a listed tile are put together by what they visit
+    alike = False
+
     @classmethod
     def of(cls, call: Call, config: Any, side: schedule.Side, rows: int, block: int) -> Self:
         dims = dimensions(call)
         length, heads = (dims.T, dims.H) if side == "q" else (dims.S, dims.Hkv)
-        runs = Runs.of(call, *_tile_sizes(side, rows, block), side)
+        runs = Runs.of(call, *tile_sizes(side, rows, block), side)
         masks = Masks.of(call, side) if runs.masked else Masks()
         walk = Walk.of(dims.B, heads, -(-length // rows), runs, side, call.target.cores if config.persistent else 0)
         return cls(side, rows, block, dims, config, runs, masks, Logits.of(call), call["query"].dtype, walk)
@@ -295,13 +337,49 @@ class Kernel:
         found = self.masks.arrays(call, self.side, self.rows, self.block)
         if self.runs.constant is not None:
             return found
-        planned: Any = schedule.plan(call, *_tile_sizes(self.side, self.rows, self.block), self.side)
+        if self.runs.listed:
+            return found | entries(call, self.side, self.rows, self.parts, alike=self.alike)
+        planned: Any = schedule.plan(call, *tile_sizes(self.side, self.rows, self.block), self.side)
         return {"bounds": jnp.asarray(planned.bounds), **found}
 
+    @property
+    def parts(self) -> int:
+        """Pieces of a block."""
+        return self.block // PIECE if self.runs.listed else 1
 
-def _tile_sizes(side: schedule.Side, rows: int, block: int) -> tuple[int, int]:
-    """Queries and keys of a tile."""
-    return (rows, block) if side == "q" else (block, rows)
+    def start(self, refs: dict[str, Any], place: tuple[Any, Any, Any], half: Any) -> Any:
+        """The first row of a half of the tile at this batch, head of the side, and number."""
+        if not (self.runs.listed and self.alike):
+            return place[2] * self.rows + half * 64
+        return refs["rows"][*_schedule_index(refs["rows"], place), half] * PIECE  # Mosaic must see what divides it
+
+    def pieces(self, refs: dict[str, Any], place: tuple[Any, Any, Any], i: Any) -> list[Piece]:
+        """What the i-th block of the schedule row of this batch, head and tile is made of."""
+        if not self.runs.listed:
+            return [Piece(i * self.block)]
+        ref = refs["entries"]
+        at = _schedule_index(ref, place)
+        found = [ref[*at, i * self.parts + n] for n in range(self.parts)]
+        return [Piece(entry & -PIECE, entry) for entry in found]
+
+    def spans(self, refs: dict[str, Any], place: tuple[Any, Any, Any], i: Any) -> list[Any]:
+        """The indices of that block's rows in global memory, piece by piece."""
+        return [pl.ds(piece.start, self.block // self.parts) for piece in self.pieces(refs, place, i)]
+
+    def shown(self, refs: dict[str, Any], place: tuple[Any, Any, Any], half: Any, i: Any) -> jax.Array:
+        """Whether a half of the rows sees any piece of that block."""
+        bits = reduce(operator.or_, (piece.halves for piece in self.pieces(refs, place, i)))
+        return bits >> half & 1 != 0
+
+    def keep(self, refs: Any, rows: Any, place: tuple[Any, Any, Any], half: Any, i: Any, shape: tuple[int, int]) -> Any:
+        """Which elements of a masked tile count: those of a warpgroup's half of the rows, and of that block."""
+        return self.masks.keep(refs, rows, place[0], half, self.pieces(refs, place, i), shape)
+
+
+def _schedule_index(ref: Any, place: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Where the row of a batch, head and tile lies in an array of the schedule, which may broadcast."""
+    (Bs, Hs, _, _), (b, h, i) = ref.shape, place
+    return b if Bs > 1 else 0, h if Hs > 1 else 0, i
 
 
 def _seen_from(band: Band, side: schedule.Side) -> Band:
@@ -311,9 +389,9 @@ def _seen_from(band: Band, side: schedule.Side) -> Band:
     return Band(None if band.hi is None else -band.hi, None if band.lo is None else -band.lo)
 
 
-def _padded(x: jax.Array, tile: int, value: int) -> jax.Array:
+def _padded(x: jax.Array, tile: int, value: int, around: int = 0) -> jax.Array:
     x = x.astype(jnp.int32)
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile)), constant_values=value)
+    return jnp.pad(x, ((0, 0), (around, -x.shape[1] % tile + around)), constant_values=value)
 
 
 def padded_to_8(x: jax.Array) -> jax.Array:

@@ -70,10 +70,10 @@ Schedule = Ranges | Lists
 
 def plan(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> Schedule:
     """The schedule of a call: one row per query block (`side="q"`) or per key block (`side="k"`)."""
+    if "pattern" in call or "mask" in call:
+        return compact(*maps(call, block_q, block_k, side, xp), xp)
     dims = dimensions(call)
     ranges = _closed_ranges(call, dims, block_q, block_k, side)
-    if "pattern" in call or "mask" in call:
-        return _lists(call, dims, ranges, block_q, block_k, side, xp)
     if "q_segments" in call or "q_positions" in call:
         some, every = _interval_maps(call, dims, block_q, block_k, xp)
         return Ranges(_intersect(xp.asarray(ranges), _runs(*_oriented(some, every, side, xp), xp), xp))
@@ -260,7 +260,10 @@ def _intersect(a: Any, b: Any, xp: Any) -> Any:
 # Lists ------------------------------------------------------------------------------------------------------
 
 
-def _lists(call: Call, dims: Dimensions, ranges: np.ndarray, block_q: int, block_k: int, side: Side, xp: Any) -> Lists:
+def maps(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> tuple[Any, Any]:
+    """Whether each block of the side visits each of the other, and whether without a mask: (B|1, H|1, n, m) each."""
+    dims = dimensions(call)
+    ranges = _closed_ranges(call, dims, block_q, block_k, side)
     some, every = _range_maps(ranges, dims, block_q, block_k, side, xp)
     if "q_segments" in call or "q_positions" in call:
         seen, full = _interval_maps(call, dims, block_q, block_k, xp)
@@ -270,7 +273,7 @@ def _lists(call: Call, dims: Dimensions, ranges: np.ndarray, block_q: int, block
         if name in call:
             maps = _oriented(*_cell_maps(call, name, dims, block_q, block_k, xp), side, xp)
             some, every = some & maps[0], every & maps[1]
-    return _compact(some, some & every, xp)
+    return some, some & every
 
 
 def _range_maps(ranges: np.ndarray, dims: Dimensions, block_q: int, block_k: int, side: Side, xp: Any):
@@ -353,7 +356,7 @@ def _grouped(x: Any, size: int, block: int, length: int, axis: int, xp: Any) -> 
     return touched
 
 
-def _compact(some: Any, every: Any, xp: Any) -> Lists:
+def compact(some: Any, every: Any, xp: Any = jnp) -> Lists:
     """Maps (B|1, H|1, n, m) to lists: a stable sort by (unmasked, masked, not visited)."""
     rank = xp.asarray(xp.where(every, 0, xp.where(some, 1, 2)), dtype=xp.int32)
     index = xp.asarray(xp.argsort(rank, axis=-1, stable=True), dtype=xp.int32)
