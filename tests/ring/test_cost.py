@@ -12,6 +12,7 @@ from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
 from ejkernel.modules import ring_attention
 from ejkernel.ops import Call, Target
+from ejkernel.types import MaskInfo
 
 CAUSAL = Band(None, 0)
 
@@ -121,4 +122,25 @@ def test_explain_shows_the_sums():
     assert told.operation == "ring_attention" and told.platform == "xla"
     assert "4 devices along ('sp',)" in told.reason and "by arithmetic" in told.reason
     told = explain(ring_attention, q, q, q, method="ring", mesh=mesh)
-    assert "ring, as asked" in told.reason
+    assert "ring, as asked" in told.reason and "halves" not in told.reason
+
+
+@pytest.mark.parametrize(
+    ("halves", "options"),
+    [
+        (True, {}),
+        (True, {"segments": True}),
+        (False, {"layout": "contiguous"}),
+        (False, {"causal": False}),
+        (False, {"sliding_window": (64, 0)}),
+        (False, {"bias": jax.ShapeDtypeStruct((1, 8, 4096, 4096), "float32")}),
+    ],
+)
+def test_explain_says_what_meets(halves, options):
+    """With zigzag and nothing but causality no call compares indices."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("sp",))
+    q = jax.ShapeDtypeStruct((1, 4096, 8, 64), "float32")
+    given = {"causal": True, "layout": "zigzag", "method": "ring", "mesh": mesh} | options
+    if given.pop("segments", False):
+        given["mask_info"] = MaskInfo.from_segments(np.zeros((1, 4096), np.int32))
+    assert ("xla for halves that see all" in explain(ring_attention, q, q, q, **given).reason) == halves

@@ -11,9 +11,10 @@ from ejkernel.kernels.common.batch import shards as folded_shards
 from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.operations import RING_ATTENTION
 from ejkernel.kernels.ring.sharded import along_length
-from ejkernel.kernels.ring.spec import canonicalise
+from ejkernel.kernels.ring.spec import ARRAYS, canonicalise
+from ejkernel.kernels.ring.walk import indices_decide, meets_in_halves
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.kernels.softmax.spec import dimensions
+from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Shards
 from ejkernel.ops import run as run_operation
 from ejkernel.ops.dispatch import Here, settled
@@ -103,18 +104,28 @@ def _explanation(call: Call, axes: Axes, split: Shards, platform: Any, cfg: Any)
     dims = dimensions(call)
     if dims.T % devices or dims.S % devices:
         raise ValueError(f"lengths {dims.T} and {dims.S} do not divide over {axes} of {devices} devices")
-    sizes = {"query": (dims.T, 1), "key": (dims.S, 1), "value": (dims.S, 1)}
-    part = {}
-    for name, x in call.arrays.items():
-        length = sizes[name][0] // devices if name in sizes else None
-        shape = x.shape if length is None else (x.shape[0], length, *x.shape[2:])
-        part[name] = jax.ShapeDtypeStruct(shape, x.dtype)
+    part: dict[str, Any] = {name: _cut(name, x, dict.fromkeys("TS", devices)) for name, x in call.arrays.items()}
     return _explained(replace(call, arrays=part), devices, axes, platform, cfg)
+
+
+def _cut(name: str, x: Any, parts: dict[str, int]) -> Any:
+    """An array's shape with the dimensions of these letters in so many parts; what broadcasts is not cut."""
+    sizes = [n if n == 1 else n // parts.get(letter, 1) for letter, n in zip(ARRAYS[name].axes, x.shape, strict=True)]
+    return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
 
 def _explained(call: Call, devices: int, axes: Axes, platform: Any, cfg: Any) -> Any:
     """Which way tokens travel, and what each device's calls run."""
-    hop = {name: call[name] for name in ("query", "key", "value")}
+    halves = meets_in_halves(call)
+    hop: dict[str, Any] = {name: _cut(name, x, {"C": devices}) for name, x in call.arrays.items() if name != "sinks"}
+    if indices_decide(call.spec) and not halves and "q_positions" not in hop:
+        lengths = {"q_positions": call["query"].shape[1], "kv_positions": call["key"].shape[1]}
+        hop |= {name: jax.ShapeDtypeStruct((1, n), "int32") for name, n in lengths.items()}
     found = choose_platform(FLASH_ATTENTION, Call(call.spec.softmax, hop, call.target), platform, cfg)[1]
     way = str(choose(call, devices)) if call.spec.method == "auto" else f"{call.spec.method}, as asked"
+    if way.startswith("ring") and halves:
+        half: dict[str, Any] = {name: _cut(name, x, dict.fromkeys("TS", 2)) for name, x in hop.items()}
+        seen = Call(replace(call.spec.softmax, band=Band()), half, call.target)
+        away = choose_platform(FLASH_ATTENTION, seen, platform, cfg)[1]
+        way += f"; {away.platform} for halves that see all of another device's"
     return replace(found, operation="ring_attention", reason=f"{devices} devices along {axes}: {way}; {found.reason}")

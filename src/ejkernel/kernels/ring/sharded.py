@@ -11,13 +11,13 @@ from ejkernel.kernels.common.dropout import moved
 from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.layout import from_zigzag, hops_needed, part_of, to_zigzag
 from ejkernel.kernels.ring.spec import ARRAYS, OUTPUTS
-from ejkernel.kernels.ring.walk import Hop, Ring, indices_decide, walk
+from ejkernel.kernels.ring.walk import Hop, Ring, indices_decide, meets_in_halves, walk
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.kernels.softmax.spec import dimensions
+from ejkernel.kernels.softmax.spec import Band, Spec, dimensions
 from ejkernel.ops import Call, Dims
 from ejkernel.ops.autodiff import default_rules
 from ejkernel.ops.dispatch import Here
-from ejkernel.ops.operation import Arrays
+from ejkernel.ops.operation import Arrays, Plan
 
 Inner = Callable[[Call], Arrays]
 
@@ -63,11 +63,15 @@ def by_ring(call: Call, axes: tuple[str, ...], run: Here) -> Arrays:
     devices, dims = lax.axis_size(axes), dimensions(call)
     hops = hops_needed(spec.layout, devices, dims.T * devices, dims.S * devices, spec.band, spec.chunk)
     if "q_positions" in call:  # which may be anything
-        hops = hops_needed(spec.layout, devices, devices, devices, type(spec.band)(), None)
-    ring = Ring(spec, axes, devices, hops)
-    own = Hop(ring, arrays, {name: x for name, x in arrays.items() if _moves(name)}, ring.here())
-    plan = run.plan(Call(spec.softmax, own.piece(0).arrays, call.target))
-    return walk(replace(ring, plan=plan), arrays)
+        hops = hops_needed(spec.layout, devices, devices, devices, Band(), None)
+    ring = Ring(spec, axes, devices, hops, meets_in_halves(call))
+
+    def plan(softmax: Spec, home: bool) -> Plan:
+        met = Hop(ring, arrays, {name: x for name, x in arrays.items() if _moves(name)}, ring.here(), home=home)
+        return run.plan(Call(softmax, met.piece(0).arrays, call.target))
+
+    away = plan(replace(spec.softmax, band=Band()), False) if ring.halves else None
+    return walk(replace(ring, plan=plan(spec.softmax, True), away=away), arrays)
 
 
 def _moves(name: str) -> bool:

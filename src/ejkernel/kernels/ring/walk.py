@@ -41,13 +41,16 @@ class Ring:
         axes: of the mesh, that the tokens are split over, on so many `devices`.
         hops: how far keys travel.
         plan: of one device's call on the keys that it has.
+        away: with `halves`, of one half of its queries on one half of another's keys.
     """
 
     spec: Spec
     axes: tuple[str, ...]
     devices: int
     hops: Hops
+    halves: bool = False
     plan: Plan | None = None
+    away: Plan | None = None
 
     def here(self) -> jax.Array:
         return lax.axis_index(self.axes)
@@ -61,16 +64,45 @@ class Ring:
         return part_of(self.spec.layout, device, self.devices, length)
 
 
+class Place(NamedTuple):
+    """Where tokens that meet begin, among the queries here and among the keys that are here."""
+
+    query: Any = 0
+    key: Any = 0
+
+
 class Piece(NamedTuple):
-    """What meets on a hop, or some of it: queries from `query` on, and keys from `key` on, of those that are here."""
+    """What meets on a hop, or some of it; of several places, one after the other along the batch."""
 
     arrays: Arrays
-    query: Any
-    key: Any
+    places: tuple[Place, ...] = (Place(),)
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.arrays["query"].shape[1], self.arrays["key"].shape[1]
+    def rows(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Of an array with the queries here along an axis, those that meet."""
+        return jnp.concatenate([self.rows_at(x, place, axis) for place in self.places])
+
+    def rows_at(self, x: jax.Array, place: Place, axis: int = 1) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, place.query, self.arrays["query"].shape[1], axis)
+
+    def at_places(self, found: Arrays) -> list[tuple[Place, Arrays]]:
+        """What was found of each place."""
+        parts = {name: jnp.split(x, len(self.places)) for name, x in found.items()}
+        return [(place, {name: x[n] for name, x in parts.items()}) for n, place in enumerate(self.places)]
+
+
+def meets_in_halves(call: Call) -> bool:
+    """Whether causality with zigzag is all that indices decide, and hops are to make use of it.
+
+    Then no call needs to compare them. At home the tokens are in order. The chunks of another device lie around those
+    of this one, or between them: two of the four pairs of chunks are seen, and whole. Either all queries see its first
+    keys, or the last queries see all of its keys.
+    """
+    spec: Spec = call.spec
+    causal = spec.band == Band(None, 0) and spec.chunk is None and not spec.dropout
+    alone = not any(name in call for name in ("q_positions", "bias", "mask"))
+    # libtpu would send gradients of keys behind the kernels, not beside them
+    wanted = spec.layout == "zigzag" and call.target.backend != "tpu"
+    return wanted and causal and alone and call["query"].shape[1] == call["key"].shape[1]
 
 
 def indices_decide(spec: Spec) -> bool:
@@ -79,33 +111,43 @@ def indices_decide(spec: Spec) -> bool:
 
 
 class Hop:
-    """The keys of device `source` are here.
+    """The keys of device `source` are here; `home` says that they are this one's own.
 
     Dropout counts tokens by their index in the sequence, which a seed can only shift: it is done run by run.
     """
 
-    def __init__(self, ring: Ring, arrays: Arrays, moving: Arrays, source: Any) -> None:
+    def __init__(self, ring: Ring, arrays: Arrays, moving: Arrays, source: Any, *, home: bool) -> None:
         t, s = arrays["query"].shape[1], moving["key"].shape[1]
         self.mine, self.theirs = ring.part(ring.here(), t), ring.part(source, s)
-        self.dropout = ring.spec.dropout > 0
+        self.dropout, self.halves = ring.spec.dropout > 0, ring.halves and not home
+        self.earlier, self.first_column = source < ring.here(), source * s
+        self.plan = ring.away if self.halves else ring.plan
         met = {name: x for name, x in arrays.items() if name != "sinks"} | moving
         for name in ("bias", "mask"):
             if name in met and met[name].shape[3] > 1:
-                met[name] = lax.dynamic_slice_in_dim(met[name], source * s, s, 3)
-        if indices_decide(ring.spec) and "q_positions" not in met:
+                met[name] = lax.dynamic_slice_in_dim(met[name], self.first_column, s, 3)
+        if indices_decide(ring.spec) and not ring.halves and "q_positions" not in met:
             met["q_positions"] = (self.mine.index + (s - t) * ring.devices)[None]
             met["kv_positions"] = self.theirs.index[None]
         self.arrays = met
 
     def piece(self, number: Any) -> Piece:
-        """Everything; with dropout, one run of queries and one of keys."""
+        """Everything that meets; with dropout, one run of queries and one of keys."""
+        if self.halves:
+            last, first = self.mine.length, jnp.int32(0)
+            # all queries and its first keys; or the last queries and all its keys
+            places = (
+                Place(jnp.int32(last), first),
+                Place(jnp.where(self.earlier, first, last), jnp.where(self.earlier, first, last)),
+            )
+            return Piece(self._stacked(places), places)
         if not self.dropout:
-            return Piece(self.arrays, 0, 0)
+            return Piece(self.arrays)
         i, j = number // len(self.theirs.starts), number % len(self.theirs.starts)
-        query, key = i * self.mine.length, j * self.theirs.length
+        place = Place(i * self.mine.length, j * self.theirs.length)
         at = (_taken(self.mine, i), _taken(self.theirs, j))
         seeds = {"dropout_seeds": moved(self.arrays["dropout_seeds"], *at)}
-        return Piece(self._cut(query, key) | seeds, query, key)
+        return Piece(self._cut(place) | seeds, (place,))
 
     def fold(self, step: Callable[[Any, Piece], Any], state: Any) -> Any:
         """`step` over all pieces."""
@@ -114,8 +156,18 @@ class Hop:
             return step(state, self.piece(0))
         return lax.fori_loop(0, count, lambda number, state: step(state, self.piece(number)), state)
 
-    def _cut(self, query: Any, key: Any) -> Arrays:
-        where = {"T": (query, self.mine.length), "S": (key, self.theirs.length)}
+    def _stacked(self, places: tuple[Place, ...]) -> Arrays:
+        """The runs of several places, one after the other along the batch."""
+        B = self.arrays["query"].shape[0]
+        cuts = [self._cut(place) for place in places]
+
+        def one(name: str) -> jax.Array:
+            return jnp.concatenate([jnp.broadcast_to(cut[name], (B, *cut[name].shape[1:])) for cut in cuts])
+
+        return {name: one(name) for name in self.arrays}
+
+    def _cut(self, place: Place) -> Arrays:
+        where = {"T": (place.query, self.mine.length), "S": (place.key, self.theirs.length)}
 
         def one(name: str, x: jax.Array) -> jax.Array:
             for axis, letter in enumerate(ARRAYS[name].axes):
@@ -137,11 +189,18 @@ class Way(NamedTuple):
     first: int
     last: int
 
-    def walk(self, hop: Any, carry: Any) -> Any:
-        """hop(carry, h) over all hops. Few are written out, and then the last need send nothing on."""
-        if self.last - self.first >= _WRITTEN_OUT:
-            return lax.scan(hop, carry, jnp.arange(self.first, self.last + 1, dtype=jnp.int32))[0]
-        for h in range(self.first, self.last + 1):
+    def walk(self, hop: Any, carry: Any, home_apart: bool) -> Any:
+        """hop(carry, h) over all hops. Few are written out, and then the last need send nothing on.
+
+        With `home_apart` hop 0 is not one of a loop.
+        """
+        first = self.first
+        if home_apart and first == 0:
+            carry, _ = hop(carry, 0, last=self.last == 0)
+            first = 1
+        if self.last - first >= _WRITTEN_OUT:
+            return lax.scan(hop, carry, jnp.arange(first, self.last + 1, dtype=jnp.int32))[0]
+        for h in range(first, self.last + 1):
             carry, _ = hop(carry, h, last=h == self.last)
         return carry
 
@@ -155,22 +214,21 @@ def _ways(ring: Ring) -> Iterator[Way]:
 # Forward ----------------------------------------------------------------------------------------------------
 
 
-def _absorb(ring: Ring, arrays: Arrays, state: Online, moving: Arrays, source: Any) -> Online:
+def _absorb(state: Online, hop: Hop) -> Online:
     """The running softmax (B, t, H) after the keys that are here."""
 
     def step(state: Online, piece: Piece) -> Online:
-        found, _ = forward(ring.plan, piece.arrays)  # where nothing is visible, its schedule visits nothing
-        part = finished_part(found["out"], found["lse"].swapaxes(1, 2))
-        rows = jax.tree.map(lambda x: _rows(x, piece), state)
-        both = merge(jax.tree.map(lambda *x: jnp.stack(x), rows, part))
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, piece.query, 1), state, both)
+        found, _ = forward(hop.plan, piece.arrays)  # where nothing is visible, its schedule visits nothing
+        for place, here in piece.at_places({name: found[name] for name in ("out", "lse")}):
+            part = finished_part(here["out"], here["lse"].swapaxes(1, 2))
+            rows = jax.tree.map(lambda x, place=place: piece.rows_at(x, place), state)
+            both = merge(jax.tree.map(lambda *x: jnp.stack(x), rows, part))
+            state = jax.tree.map(
+                lambda x, y, place=place: lax.dynamic_update_slice_in_dim(x, y, place.query, 1), state, both
+            )
+        return state
 
-    return Hop(ring, arrays, moving, source).fold(step, state)
-
-
-def _rows(x: jax.Array, piece: Piece, axis: int = 1) -> jax.Array:
-    """Of an array with the queries here along an axis, those of a piece."""
-    return lax.dynamic_slice_in_dim(x, piece.query, piece.lengths[0], axis)
+    return hop.fold(step, state)
 
 
 def _add(x: jax.Array, more: jax.Array, *at: Any) -> jax.Array:
@@ -185,19 +243,20 @@ def _forward_way(ring: Ring, arrays: Arrays, state: Online, way: Way) -> Online:
     def hop(carry: tuple[Arrays, Online], h: Any, last: bool = False) -> tuple[tuple[Arrays, Online], None]:
         moving, state = carry
         sent = moving if last else ring.sent(moving, way.step)  # while this device computes
-        return (sent, _absorb(ring, arrays, state, moving, _source(ring, way.step, h))), None
+        return (sent, _absorb(state, _hop(ring, arrays, moving, way, h))), None
 
     carry = varying_like((moving, state), (arrays, ring.here()))
-    return way.walk(hop, carry)[1]
+    return way.walk(hop, carry, ring.halves)[1]
 
 
 def _moving(arrays: Arrays) -> Arrays:
     return {name: arrays[name] for name in MOVING if name in arrays}
 
 
-def _source(ring: Ring, step: int, h: Any) -> jax.Array:
-    """Whose keys are here after h hops."""
-    return lax.rem(ring.here() - step * h + ring.devices, jnp.int32(ring.devices))
+def _hop(ring: Ring, arrays: Arrays, moving: Arrays, way: Way, h: Any) -> Hop:
+    """What meets after h hops of a way; 0 at home."""
+    source = lax.rem(ring.here() - way.step * h + ring.devices, jnp.int32(ring.devices))
+    return Hop(ring, arrays, moving, source, home=isinstance(h, int) and h == 0)
 
 
 def _walked(ring: Ring, arrays: Arrays) -> Arrays:
@@ -229,29 +288,29 @@ def _sums(arrays: Arrays, names: tuple[str, ...]) -> Arrays:
     return {name: jnp.zeros(arrays[name].shape, jnp.float32) for name in names if name in arrays}
 
 
-def _gradients(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, moving: Arrays, source: Any):
+def _gradients(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, hop: Hop):
     """The gradients of what stays, grown by this hop, and those of the keys and values that are here."""
-    assert ring.plan is not None
-    gradient = ring.plan.gradient or ring.plan
+    assert hop.plan is not None
+    gradient = hop.plan.gradient or hop.plan
 
     def step(state: tuple[Arrays, Arrays], piece: Piece) -> tuple[Arrays, Arrays]:
-        of_rows = ({"out": _rows(x["out"], piece), "lse": _rows(x["lse"], piece, 2)} for x in back)
-        residuals, cotangents = of_rows
+        residuals, cotangents = ({"out": piece.rows(x["out"]), "lse": piece.rows(x["lse"], 2)} for x in back)
         if not ring.spec.with_lse:
             cotangents = {"out": cotangents["out"]}
         found = backward(gradient, piece.arrays, residuals, cotangents)
         found = {name: x.astype(jnp.float32) for name, x in found.items()}
         staying, travelling = state
-        travelling = {n: _add(x, found[n], 0, piece.key) for n, x in travelling.items()}
-        staying = staying | {"query": _add(staying["query"], found["query"], 0, piece.query)}
-        if "bias" in staying:
-            row = piece.query if staying["bias"].shape[2] > 1 else 0
-            column = source * moving["key"].shape[1] + piece.key if staying["bias"].shape[3] > 1 else 0
-            staying = staying | {"bias": _add(staying["bias"], found["bias"], 0, 0, row, column)}
+        if "bias" in staying:  # whose batch may be 1
+            row = piece.places[0].query if staying["bias"].shape[2] > 1 else 0
+            column = hop.first_column + piece.places[0].key if staying["bias"].shape[3] > 1 else 0
+            staying = staying | {"bias": _add(staying["bias"], found.pop("bias"), 0, 0, row, column)}
+        for place, here in piece.at_places(found):
+            travelling = {n: _add(x, here[n], 0, place.key) for n, x in travelling.items()}
+            staying = staying | {"query": _add(staying["query"], here["query"], 0, place.query)}
         return staying, travelling
 
-    travelling = varying_like(_sums(moving, ("key", "value")), (arrays, ring.here()))
-    return Hop(ring, arrays, moving, source).fold(step, (staying, travelling))
+    travelling = varying_like(_sums(arrays, ("key", "value")), (arrays, ring.here()))
+    return hop.fold(step, (staying, travelling))
 
 
 def _backward_way(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, way: Way):
@@ -264,19 +323,18 @@ def _backward_way(ring: Ring, arrays: Arrays, back: _Back, staying: Arrays, way:
         sent = moving if last else ring.sent(moving, way.step)
         nothing_yet = isinstance(h, int) and h == way.first
         arrived = travelling if nothing_yet else ring.sent(travelling, way.step)
-        staying, found = _gradients(ring, arrays, back, staying, moving, _source(ring, way.step, h))
+        staying, found = _gradients(ring, arrays, back, staying, _hop(ring, arrays, moving, way, h))
         return (sent, {n: arrived[n] + x for n, x in found.items()}, staying), None
 
     start = (moving, _sums(arrays, ("key", "value")), staying)
-    _, travelling, staying = way.walk(hop, varying_like(start, (arrays, ring.here())))
+    _, travelling, staying = way.walk(hop, varying_like(start, (arrays, ring.here())), ring.halves)
     return staying, ring.sent(travelling, -way.step * way.last)
 
 
 def _walked_back(ring: Ring, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> tuple[Any]:
-    plan = ring.plan
-    assert plan is not None
-    if plan.no_gradient is not None:
-        raise NotImplementedError(f"ring_attention cannot be differentiated: {plan.no_gradient}")
+    for plan in (ring.plan, ring.away):
+        if plan is not None and plan.no_gradient is not None:
+            raise NotImplementedError(f"ring_attention cannot be differentiated: {plan.no_gradient}")
     back = _Back(residuals, cotangents)
     staying, gradients = _sums(arrays, ("query", "bias")), {}
     for way in _ways(ring):
