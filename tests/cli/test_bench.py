@@ -198,6 +198,11 @@ def test_everything_there_is(toy, tmp_path, monkeypatch):
     kept = {path.name for path in (tmp_path / "numbers").iterdir()}
     assert kept == {"liars_cpu.json", "liars_cpu.svg", "softmax_cpu.json", "softmax_cpu.svg"}
     assert json.loads((tmp_path / "numbers" / "softmax_cpu.json").read_text())["complete"]
+    other = tmp_path / "numbers" / "liars_cpu.json"
+    other.write_text(other.read_text().replace('"jax": "', '"jax": "9.'))
+    result = run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1", "--resume")
+    assert result.exit_code == 1 and "is of another run: jax was 9." in " ".join(result.output.split())
+    assert "liars failed" in result.output and "every answer right" in result.output
     del found["liars"]
     assert run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1").exit_code == 0
 
@@ -260,6 +265,36 @@ def test_a_run_that_was_cut_short_goes_on(toy, tmp_path):
     cells = {(r["case"], r["what"]): r for r in found["results"]}
     assert len(cells) == len(found["results"]) == 4 and all(r["status"] == "ok" for r in found["results"])
     assert all(cells[r["case"], r["what"]] == r for r in first["results"] if r["case"] == CAUSAL.name)
+
+
+def test_what_goes_on_loses_nothing(toy, tmp_path):
+    """Cases that were not asked for again stay, with what they lack; a busy machine is not forgotten."""
+    toy(CAUSAL, DOCUMENTS)
+    kept = tmp_path / "x.json"
+    options = ["softmax", "--peer", "none", "--repeats", "1", "--json", str(kept)]
+    assert run(*options).exit_code == 0
+    first = json.loads(kept.read_text())
+    first["machine"]["load"], first["cases"]["not reached"] = 77.0, first["cases"][CAUSAL.name]
+    kept.write_text(json.dumps(first))
+    result = run(*options, "--resume", "--case", CAUSAL.name)
+    assert result.exit_code == 0 and "not reached: not measured, the run was cut short" in result.output, result.output
+    found = json.loads(kept.read_text())
+    assert found["cases"] == first["cases"] and found["results"] == first["results"] and not found["complete"]
+    assert found["machine"]["load"] == 77.0
+
+
+def test_a_case_that_failed_is_measured_again(toy, tmp_path):
+    """Where ours failed, not where a peer did, which is a finding."""
+    kept = tmp_path / "x.json"
+    options = ["softmax", "--peer", "broken", "--repeats", "1", "--json", str(kept), "--resume"]
+    broken = contender("broken", error=KeyError("on fire"))
+    for error, code in ((NotImplementedError("on fire"), 1), (None, 0)):
+        toy(CAUSAL, more=[broken, contender("ours too", error=error, platform="triton")])
+        assert run(*options).exit_code == code
+        status = {r["contender"]: r["status"] for r in json.loads(kept.read_text())["results"]}
+        assert status == {OURS: "ok", "broken": "failed", "ours too": "failed" if error else "ok"}
+    result = run(*options)
+    assert result.exit_code == 0 and f"\n{CAUSAL.name}, " not in f"\n{result.output}", result.output
 
 
 def test_another_run_is_not_gone_on_with(toy, tmp_path):

@@ -88,24 +88,34 @@ def add(found: Document, results: list[Result]) -> None:
 
 
 def resumed(found: Document, before: Document, cases: list[Any]) -> Document:
-    """A run of these cases with what an earlier one, that was cut short, has of those it measured whole.
+    """A run of these cases that goes on with an earlier one, which was cut short.
 
-    `ValueError` where that was of something else: its times would not be comparable.
+    Of these cases it has what the earlier one measured whole, without a failure; what that has of others stays.
+    `ValueError` where it was of something else: its times would not be comparable.
     """
     new: Document = json.loads(json.dumps(_rounded(found)))  # as it is in a file
-    for old, here in ((before, new), (before["machine"], new["machine"])):
-        for name in ("benchmark", "contenders") if here is new else sorted({*old, *here} - {"load"}):
-            if old.get(name) != here.get(name):
-                raise ValueError(f"{name} was {old.get(name)}, and is {here.get(name)}")
+    _check_same(before, new, ["benchmark", "contenders"])
+    _check_same(before["machine"], new["machine"], sorted({*before["machine"], *new["machine"]} - {"load"}))
     measured = [r for r in before["results"] if r["status"] != "skipped" and not r.get("alone")]
-    cells = {(r["case"], r["what"], r["contender"]) for r in measured}
-    whole = {
+    cells = {(r["case"], r["what"], r["contender"]) for r in measured if not _is_failure(before, r)}
+    again = {
         case.name
         for case in cases
-        if before["cases"].get(case.name) == new["cases"][case.name]
-        and cells.issuperset((case.name, what, contender) for what in case.passes for contender in new["contenders"])
+        if before["cases"].get(case.name) != new["cases"][case.name]
+        or not cells.issuperset((case.name, what, contender) for what in case.passes for contender in new["contenders"])
     }
-    return found | {"results": [r for r in measured if r["case"] in whole]}
+    loads = [x["machine"]["load"] for x in (before, found) if "load" in x["machine"]]
+    return found | {
+        "machine": found["machine"] | ({"load": max(loads)} if loads else {}),
+        "cases": before["cases"] | found["cases"],
+        "results": [r for r in before["results"] if r["case"] not in again],
+    }
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        if before.get(name) != now.get(name):
+            raise ValueError(f"{name} was {before.get(name)}, and is {now.get(name)}")
 
 
 def only(found: Document, wanted: Callable[[str], bool], among: Callable[[str], bool] = lambda name: True) -> Document:
@@ -142,10 +152,13 @@ def _ok(error: dict[str, float]) -> bool:
 
 def failures(found: Document) -> list[str]:
     """What a run must not have: wrong answers of anybody, and failures of ours."""
-    wrong = [r for r in found["results"] if r["status"] == "wrong"]
-    ours = [r for r in found["results"] if r["status"] == "failed" and found["contenders"].get(r["contender"])]
-    told = [f"{r['case']}, {r['what']}, {r['contender']}: wrong, {_errors(r)}" for r in wrong]
-    return told + [f"{r['case']}, {r['what']}, {r['contender']}: {r['reason']}" for r in ours]
+    failed = [r for r in found["results"] if _is_failure(found, r)]
+    return [f"{r['case']}, {r['what']}, {r['contender']}: {r['reason'] or f'wrong, {_errors(r)}'}" for r in failed]
+
+
+def _is_failure(found: Document, result: dict[str, Any]) -> bool:
+    ours = found["contenders"].get(result["contender"]) is not None
+    return result["status"] == "wrong" or (result["status"] == "failed" and ours)
 
 
 def notes(found: Document) -> list[str]:

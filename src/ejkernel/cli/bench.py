@@ -42,9 +42,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, taken in tur
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
 List = Annotated[bool, typer.Option("--list", help="Say what would be measured.")]
 Budget = Annotated[float | None, typer.Option(min=0, help="Seconds; what does not fit is skipped.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with what --json has of an earlier run: its whole cases are kept.")
-]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --json has: cases that it has whole are kept.")]
 Kept = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")]
 Jobs = Annotated[
     int | None,
@@ -124,7 +122,8 @@ def _run(name: str, options: Options) -> None:
         for result in results:
             print(report.line(result), flush=True)
         kept = _keep(console, found, options.json)
-    found["complete"] = all(result["status"] != "skipped" for result in found["results"])
+    skipped = any(result["status"] == "skipped" for result in found["results"])
+    found["complete"] = not (skipped or report.unmeasured(found))
     kept = _keep(console, found, options.json) and kept
     kept = _show(console, found, options.plot, options.tuned) and kept
     _say_how_it_went(console, found)
@@ -143,7 +142,7 @@ def every(
     repeats: Repeats = 7,
     budget: EachBudget = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what is there: its whole cases are kept.")
+        bool, typer.Option("--resume", help="Go on with what is there: cases that it has whole are kept.")
     ] = False,
 ) -> None:
     """Measure everything there is, one benchmark after another; exit with 1 where one would."""
@@ -169,6 +168,9 @@ def every(
             _run(name, Options(**settings))
         except typer.Exit as ended:
             failed += [name] if ended.exit_code else []
+        except typer.BadParameter as refusal:  # the file of another run: the others are still to be measured
+            console.print(f"[red]{escape(refusal.message)}[/]")
+            failed.append(name)
     console.print(f"the numbers are in {folder}", markup=False)
     if failed:
         console.print(f"[red]{', '.join(failed)} failed[/]")
