@@ -1,6 +1,7 @@
 """Block-sparse attention on tensors against dkernel itself and against the same kernels from JAX; answers are compared.
 
     python benchmarks/sparse_torch.py          # on a GPU
+    python benchmarks/sparse_torch.py tiles decode  # some parts of it
     python benchmarks/sparse_torch.py --small  # sizes that a CPU can do, to see that it runs
 
 dkernel itself must come before this package's `dkernel` on the path: PYTHONPATH=where/it/is:src. Medians; milliseconds.
@@ -235,23 +236,37 @@ def microseconds(step: Callable[[], Any], calls: int = 200) -> float:
     return statistics.median(batches())
 
 
+def decodes(small: bool, device: torch.device) -> None:
+    for B in (1, 4) if small else (1, 32):
+        decoding(Shape(B=B, T=512, H=4, Hkv=1, D=32) if small else Shape(B=B, Hkv=8), device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser.add_argument("parts", nargs="*", help="of all there are")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU can do")
-    small = parser.parse_args().small
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args()
+    small, device = given.small, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not small:
         parser.error("no GPU: use --small")
     usual = Shape(T=512, H=2, Hkv=2, D=32) if small else Shape()
-    with_dkernel(usual, device)
-    if device.type == "cuda":
-        host_time(device)
-    tiles(usual, device)
-    with_dense(Shape(T=1024, H=2, Hkv=2, D=32) if small else Shape(T=32768), device)
-    small_blocks(usual, device)
-    uneven_heads(Shape(T=512, H=8, Hkv=8, D=32) if small else Shape(), device)
-    for B in (1, 4) if small else (1, 32):
-        decoding(Shape(B=B, T=512, H=4, Hkv=1, D=32) if small else Shape(B=B, Hkv=8), device)
+    long = Shape(T=1024, H=2, Hkv=2, D=32) if small else Shape(T=32768)
+    many = Shape(T=512, H=8, Hkv=8, D=32) if small else Shape()
+    parts: dict[str, Callable[[], None]] = {
+        "dkernel": partial(with_dkernel, usual, device),
+        "host": partial(host_time, device),
+        "dense": partial(with_dense, long, device),
+        "blocks": partial(small_blocks, usual, device),
+        "heads": partial(uneven_heads, many, device),
+        "decode": partial(decodes, small, device),
+        "tiles": partial(tiles, usual, device),
+    }
+    if device.type == "cpu":
+        parts.pop("host")
+    if unknown := [name for name in given.parts if name not in parts]:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(parts)}")
+    for name in given.parts or parts:
+        parts[name]()
 
 
 if __name__ == "__main__":
