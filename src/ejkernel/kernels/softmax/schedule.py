@@ -267,12 +267,12 @@ def maps(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> t
     some, every = _range_maps(ranges, dims, block_q, block_k, side, xp)
     if "q_segments" in call or "q_positions" in call:
         seen, full = _interval_maps(call, dims, block_q, block_k, xp)
-        maps = _oriented(seen[:, None], full[:, None], side, xp)
-        some, every = some & maps[0], every & maps[1]
+        seen, full = _oriented(seen[:, None], full[:, None], side, xp)
+        some, every = some & seen, every & full
     for name in ("pattern", "mask"):
         if name in call:
-            maps = _oriented(*_cell_maps(call, name, dims, block_q, block_k, xp), side, xp)
-            some, every = some & maps[0], every & maps[1]
+            seen, full = _oriented(*_cell_maps(call, name, dims, block_q, block_k, xp), side, xp)
+            some, every = some & seen, every & full
     return some, some & every
 
 
