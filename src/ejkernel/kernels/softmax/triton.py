@@ -11,7 +11,7 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.dropout import threshold
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
-from ejkernel.kernels.softmax.schedule import Lists, Side, plan
+from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, plan, unlisted
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation
 
@@ -187,9 +187,9 @@ def arguments(call: Call, rows: Any, index: Any) -> dict[str, Any]:
 class _Launch:
     """The arguments the kernels share, by name."""
 
-    def __init__(self, call: Call, tile: Tile, side: Side | None, **more: Any):
+    def __init__(self, call: Call, tile: Tile, schedule: Schedule | None = None, **more: Any):
         self.tile = tile
-        rows, index = (None, None) if side is None else _schedule(call, tile, side)
+        rows, index = (None, None) if schedule is None else _arrays(schedule)
         self.n_rows = 0 if rows is None else rows.shape[2]
         self.values = arguments(call, rows, index)
         self.constants = constants(call, tile, LISTS=index is not None, **more)
@@ -210,9 +210,8 @@ class _Launch:
         )
 
 
-def _schedule(call: Call, tile: Tile, side: Side) -> tuple[jax.Array, jax.Array | None]:
-    """The rows of a call's schedule, and the lists if it is made of such."""
-    schedule = plan(call, tile.block_q, tile.block_k, side)
+def _arrays(schedule: Schedule) -> tuple[jax.Array, jax.Array | None]:
+    """Its rows, and the lists if it is made of such."""
     if isinstance(schedule, Lists):
         return schedule.number, schedule.index
     return jnp.asarray(schedule.bounds), None
@@ -288,14 +287,16 @@ def _run_twice(
     `rows` are more arguments of the kernel, `more` are constants of it.
     """
     rows = rows or {}
-    fast = _Launch(call, tile, side, **more)
+    fast = _Launch(call, tile, plan(call, tile.block_q, tile.block_k, side), **more)
     absent = dict.fromkeys((f"p_old_{name}" for name in outputs), None)
     bad = jax.ShapeDtypeStruct((heads, fast.n_rows), jnp.int32)
     *results, flags = fast.run(kernel, (fast.n_rows, heads), [*outputs.values(), bad], **rows, **absent, p_flags=None)
     if not hides_anything(call):
         return results
-    marked = careful_constants(tile, side)
-    careful = _Launch(call, careful_tile(tile), side, **marked, **more)
+    slow, listed = careful_tile(tile), "pattern" in call or "mask" in call
+    # lists of so small tiles are large, and mostly made for nothing
+    schedule = (unlisted if listed else plan)(call, slow.block_q, slow.block_k, side)
+    careful = _Launch(call, slow, schedule, **careful_constants(tile, side), **more)
     old = dict(zip(absent, results, strict=True))
     unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
     aliases = {name: number for number, name in enumerate(old)}
@@ -350,7 +351,7 @@ def _padded_rows(lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]
 
 def _bias_gradient(call: Call, config: Config, rows: dict[str, jax.Array], block: int, kernel: Any) -> jax.Array:
     bias = call["bias"]
-    launch = _Launch(call, config.dq, None, ROW_BLOCK=block)
+    launch = _Launch(call, config.dq, ROW_BLOCK=block)
     Bb, Hb, Tb, Sb = bias.shape
     tiles_q, tiles_k = -(-Tb // config.dq.block_q), -(-Sb // config.dq.block_k)
     shape = jax.ShapeDtypeStruct(bias.shape, jnp.float32)
