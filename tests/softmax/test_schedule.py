@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.kernels.softmax.reference import visible
-from ejkernel.kernels.softmax.schedule import Lists, Ranges, plan, unlisted, visited_fraction
+from ejkernel.kernels.softmax.schedule import Lists, Ranges, by_index, plan, visited_fraction
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.types import BlockPattern, MaskInfo
 
@@ -180,7 +180,7 @@ def test_without_lists_all_that_they_visit_is_visited_with_a_mask(sizes, side):
     blocks = np.random.default_rng(0).random((H, 6, 6)) < 0.5
     mask = MaskInfo.from_block_pattern(BlockPattern.from_dense(blocks, block_size=4), q_len=sizes[0], kv_len=sizes[1])
     call = call_of(*sizes, mask_info=mask, causal=True)
-    more, listed = (rows_of(make(call, 8, 4, side), H) for make in (unlisted, plan))
+    more, listed = (rows_of(make(call, 8, 4, side), H) for make in (by_index, plan))
     for b, h, i in np.ndindex(B, H, len(more[0][0])):
         unmasked, masked = more[b][h][i]
         assert not unmasked and masked >= set.union(*listed[b][h][i])

@@ -80,7 +80,7 @@ def plan(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> S
     return Ranges(ranges)
 
 
-def unlisted(call: Call, block_q: int, block_k: int, side: Side) -> Ranges:
+def by_index(call: Call, block_q: int, block_k: int, side: Side) -> Ranges:
     """Every block that indices do not rule out, all of them masked: more work than `plan` says, but nothing to make."""
     ranges = _closed_ranges(call, dimensions(call), block_q, block_k, side)
     ranges[..., 1:3] = ranges[..., :1]

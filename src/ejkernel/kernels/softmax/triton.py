@@ -11,7 +11,7 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.dropout import threshold
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
-from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, plan, unlisted
+from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, by_index, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation
 
@@ -293,9 +293,9 @@ def _run_twice(
     *results, flags = fast.run(kernel, (fast.n_rows, heads), [*outputs.values(), bad], **rows, **absent, p_flags=None)
     if not hides_anything(call):
         return results
-    slow, listed = careful_tile(tile), "pattern" in call or "mask" in call
-    # lists of so small tiles are large, and mostly made for nothing
-    schedule = (unlisted if listed else plan)(call, slow.block_q, slow.block_k, side)
+    slow = careful_tile(tile)
+    # more blocks than need be, but a schedule on the device would be made in every call, and mostly for nothing
+    schedule = by_index(call, slow.block_q, slow.block_k, side)
     careful = _Launch(call, slow, schedule, **careful_constants(tile, side), **more)
     old = dict(zip(absent, results, strict=True))
     unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
