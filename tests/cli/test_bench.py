@@ -341,6 +341,9 @@ def test_a_file_that_lacks_something_is_not_shown(tmp_path):
     (tmp_path / "x.json").write_text('{"schema": 2, "results": []}')
     result = run("show", str(tmp_path / "x.json"))
     assert result.exit_code == 2 and "it has no benchmark, date" in said(result)
+    (tmp_path / "x.json").write_text(json.dumps(KEPT | {"results": [{"case": "dense one", "what": FORWARD}]}))
+    result = run("show", str(tmp_path / "x.json"))
+    assert result.exit_code == 2 and "a result has no contender, status" in said(result)
 
 
 KEPT = {

@@ -77,6 +77,9 @@ def load(path: Path) -> Document:
         raise ValueError(f"it is not a benchmark of schema {SCHEMA}")
     if absent := [name for name in FIELDS if name not in found]:
         raise ValueError(f"it has no {', '.join(absent)}")
+    for result in found["results"]:
+        if absent := [name for name in ("case", "what", "contender", "status") if name not in result]:
+            raise ValueError(f"a result has no {', '.join(absent)}")
     return found
 
 
