@@ -213,3 +213,15 @@ def test_more_heads_than_a_grid_has(recorded):
 def test_flash_attention_has_closed_ranges(recorded):
     flash_attention(*qkv(1, 256, 256, 2, 2, 64, torch.bfloat16, False), causal=True)
     assert not dict(recorded[0][0].constexprs)["C"].LISTS
+
+
+@pytest.mark.parametrize("attend", [local(64, 2, 16), lambda *qkv: flash_attention(*qkv, causal=True)])
+def test_a_program_is_not_found_for_tensors_that_lie_otherwise(attend):
+    """Heads first is one way not to be contiguous, and a part of a wider tensor another, with gaps between its rows."""
+    forget()
+    heads_first = [torch.randn(1, 2, 64, 16).transpose(1, 2) for _ in range(3)]
+    part = [torch.randn(1, 64, 2, 32)[..., :16] for _ in range(3)]
+    with interpret(), torch.no_grad():
+        attend(*heads_first)
+        assert len(launches._READY) == 1  # found again by the next like it
+        torch.testing.assert_close(attend(*part), attend(*(x.contiguous() for x in part)))

@@ -132,6 +132,7 @@ _AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8, to
 
 def _to_numpy(x: Tensor) -> np.ndarray:
     x = in_memory(x.detach())
+    assert x.is_contiguous(), f"a kernel would read other memory than that of strides {x.stride()}"
     if x.dtype not in _AS_INTEGERS:
         return x.numpy()
     return x.view(_AS_INTEGERS[x.dtype]).numpy().view(jax.numpy.dtype(_DTYPES[x.dtype]))
