@@ -20,21 +20,20 @@ from ejkernel.torch.inputs import (
     prepared,
     scale_of,
 )
-from ejkernel.torch.operation import Options, attend, is_plain
+from ejkernel.torch.operation import Options, attend, is_plain, signature
 from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, local_stride
 from ejkernel.types import BlockPattern
 
 _QKV = ("q", "k", "v")
 _MOST_CHECKED = 64
+_NO_LENGTHS = Lengths()
 
 
-def _sign(q: Any, k: Any, v: Any, sm_scale: Any) -> Any:
-    """All that the checks of a call without lengths depend on; None for what always needs them."""
-    if not is_plain(q, k, v) or q.dtype not in FLOATS:
+def _sign(q: Any, k: Any, v: Any) -> Any:
+    """The signature of a call without lengths whose checks depend on nothing else; None where they do."""
+    if not is_plain(q, k, v) or q.dtype not in FLOATS or q.is_meta or torch.is_autocast_enabled(q.device.type):
         return None
-    if q.is_meta or torch.is_autocast_enabled(q.device.type) or not isinstance(sm_scale, float | None):
-        return None
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, sm_scale
+    return signature(q, k, v) if q.dim() == 4 and q.shape[0] else None
 
 
 class SparseAttention(torch.nn.Module):
@@ -126,9 +125,13 @@ class SparseAttention(torch.nn.Module):
             return_lse: also return the log-sum-exp of the logits, float32 `(B, H, T)`, or `(H, tokens)`.
         """
         alone = cu_seqlen_k is cu_seqlen_q is left_paddings is seqlens is None
-        sign = _sign(q, k, v, sm_scale) if alone and not torch.compiler.is_compiling() else None
-        if sign in self._checked:  # the checks below would find the same
-            return self._finished(Inputs(*self._by_length(q, k, v), Lengths()), self._checked[sign], False, return_lse)
+        sign = _sign(q, k, v) if alone and not torch.compiler.is_compiling() else None
+        known = (sign, sm_scale) if sign and (sm_scale is None or sm_scale.__class__ is float) else None
+        checked = self._checked.get(known)
+        if checked is not None:  # the checks below would find the same
+            query, key, value = self._by_length(q, k, v)
+            sign = sign if query is q else signature(query, key, value)
+            return self._finished(Inputs(query, key, value, _NO_LENGTHS), checked, False, return_lse, sign)
         q, k, v = prepared(_QKV, q, k, v)
         packed = q.dim() == 3
         if packed != (cu_seqlen_k is not None):
@@ -154,16 +157,17 @@ class SparseAttention(torch.nn.Module):
             block_m=self.block_m or 0,
             block_n=self.block_n or 0,
         )
-        if sign is not None:
-            self._checked = {**self._checked, sign: options} if len(self._checked) < _MOST_CHECKED else {sign: options}
+        if known is not None:
+            kept = self._checked if len(self._checked) < _MOST_CHECKED else {}
+            self._checked = {**kept, known: options}
         return self._finished(Inputs(query, key, value, lengths), options, packed, return_lse)
 
     def _by_length(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, length, heads, dim)."""
         return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if self.seq_dim == 2 else (q, k, v)
 
-    def _finished(self, inputs: Inputs, options: Options, packed: bool, return_lse: bool) -> Any:
-        out, lse = attend(inputs, None, options)
+    def _finished(self, inputs: Inputs, options: Options, packed: bool, return_lse: bool, sign: Any = None) -> Any:
+        out, lse = attend(inputs, None, options, sign)
         if packed:
             out, lse = out[0], lse[0]
         elif self.seq_dim == 2:

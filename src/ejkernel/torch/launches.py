@@ -4,7 +4,6 @@ Most calls are a program's own. With few queries, query heads that share keys be
 split over programs; both are other shapes of the same call.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,26 +11,32 @@ from torch import Tensor
 
 from ejkernel.ops import Call
 from ejkernel.torch.inputs import FLOAT8S
-from ejkernel.torch.operation import Options, Tensors, canonical, heads_first, output_dtype
+from ejkernel.torch.operation import Options, Tensors, canonical, heads_first, output_dtype, signature
 from ejkernel.torch.pattern import Pattern
 from ejkernel.torch.programs import LENGTHS, MOVED, Kind, Known, Program, known_tensors, program, target_of
 
 # A call -----------------------------------------------------------------------------------------------------
 
 
-def forward(tensors: Tensors, options: Options, splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse. `splits` is how many parts the keys are split into, by default as many as fill the device."""
-    query: Any = tensors[0]
+def forward(tensors: Tensors, options: Options, sign: Any = None, splits: int | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse. `sign` is the signature of q, k and v, where it is known.
+
+    `splits` is how many parts the keys are split into, by default as many as fill the device.
+    """
+    query, key, value, sinks, segments, *_ = tensors
+    alone = sinks is None and segments is None and splits is None
+    known = (sign or signature(query, key, value), options) if alone else None
     with _on(query):
-        known = _found(tensors, options, splits)
-        if known is not None:
-            return known.forward(dict(zip(MOVED, tensors, strict=False)))
+        found = _READY.get(known)
+        if found is not None:
+            return found.forward({"query": query, "key": key, "value": value})
         first, call = _dense(canonical(tensors, options))
         group, splits = _arrangement(call, options, first, splits)
         if (group, splits) != (1, 1):
             return _rearranged(call, options, first, group, splits)
         found = _program(call, options, first)
-        _keep(tensors, options, found, [call[name] for name in MOVED])
+        if known is not None and all(call[name].data_ptr() == x.data_ptr() for name, x in zip(MOVED, tensors)):
+            _keep(known, found)
         return found.forward(dict(call.arrays))
 
 
@@ -46,33 +51,16 @@ def backward(
         return _program(call, options, first).backward(given, _dense_as(out, first), lse.contiguous(), dout, dlse)
 
 
-# programs of calls that need no thought: q, k and v alone, dense, neither packed nor split
+# programs of calls that need no thought: q, k and v alone, taken as they are, neither packed nor split
 _READY: dict[Any, Program] = {}
 _MOST_READY = 256
 
 
-def _sign(tensors: Tensors, options: Options) -> Any:
-    query, key, value, *_ = tensors
-    return (
-        options, query.shape, key.shape, value.shape, query.dtype, key.dtype, query.device,
-        query.stride(), key.stride(), value.stride(),
-    )  # fmt: skip
-
-
-def _found(tensors: Tensors, options: Options, splits: int | None) -> Program | None:
-    if splits is not None or tensors[3] is not None or tensors[4] is not None:
-        return None
-    return _READY.get(_sign(tensors, options))
-
-
-def _keep(tensors: Tensors, options: Options, found: Program, given: Sequence[Any]) -> None:
-    """So that the next call like this one, whose tensors were taken as they are, finds its program at once."""
-    query, key, value, sinks, segments, *_ = tensors
-    taken = [x.data_ptr() for x in given]
-    if sinks is None and segments is None and taken == [query.data_ptr(), key.data_ptr(), value.data_ptr()]:
-        if len(_READY) >= _MOST_READY:
-            _READY.clear()
-        _READY[_sign(tensors, options)] = found
+def _keep(known: Any, found: Program) -> None:
+    """So that the next call like this one finds its program at once."""
+    if len(_READY) >= _MOST_READY:
+        _READY.clear()
+    _READY[known] = found
 
 
 class _Here:

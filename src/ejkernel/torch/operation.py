@@ -4,7 +4,8 @@ Both run the same two functions, `run_forward` and `run_backward`. The autograd 
 microseconds; the custom op is what `torch.compile` and tensor subclasses see.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +37,23 @@ class Options(NamedTuple):
 Tensors = tuple[Any, ...]
 
 
-def attend(inputs: Inputs, sinks: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, Dv) and lse (B, H, T), both differentiable."""
+def signature(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """All that the way of a call on plain tensors depends on, beside its options: how they lie, and where."""
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+    )  # fmt: skip
+
+
+def attend(inputs: Inputs, sinks: Tensor | None, options: Options, sign: Any = None) -> tuple[Tensor, Tensor]:
+    """out (B, T, H, Dv) and lse (B, H, T), both differentiable.
+
+    `sign` is the signature of a call that was seen to be of plain tensors, eager, and not empty.
+    """
     query, key, value, lengths = inputs
-    if query.shape[0] == 0:
+    if sign is None and query.shape[0] == 0:
         return _nothing(inputs)
-    if torch.compiler.is_compiling() or query.is_meta or not is_plain(query, key, value):
+    if sign is None and (torch.compiler.is_compiling() or query.is_meta or not is_plain(query, key, value)):
         return torch.ops.ejkernel.attention(query, key, value, sinks, *lengths, *options)
     tensors = (query, key, value, sinks, *lengths)
     if torch._C._are_functorch_transforms_active():
@@ -49,7 +61,7 @@ def attend(inputs: Inputs, sinks: Tensor | None, options: Options) -> tuple[Tens
     trained = query.requires_grad or key.requires_grad or value.requires_grad
     if torch.is_grad_enabled() and (trained or (sinks is not None and sinks.requires_grad)):
         return _Attention.apply(*tensors, options)  # pyright: ignore[reportReturnType]
-    return run_forward(tensors, options)  # at no cost of autograd's
+    return run_forward(tensors, options, sign)  # at no cost of autograd's
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -94,20 +106,22 @@ def canonical(tensors: Tensors, options: Options) -> Any:
     return Call(_spec(options), arrays)
 
 
+@cache
+def _module(name: str) -> Any:
+    return import_module(f"ejkernel.torch.{name}")
+
+
 def _implementation(query: Tensor) -> Any:
     if query.is_cuda or interpreting():
-        from ejkernel.torch import launches
-
-        return launches
+        return _module("launches")
     if query.device.type != "cpu":
         raise NotImplementedError(f"{query.device} tensors: CUDA and CPU ones are supported")
-    from ejkernel.torch import cpu
-
-    return cpu
+    return _module("cpu")
 
 
-def run_forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    return _implementation(tensors[0]).forward(tensors, options)
+def run_forward(tensors: Tensors, options: Options, sign: Any = None) -> tuple[Tensor, Tensor]:
+    """`sign` is the signature of q, k and v, where it is known."""
+    return _implementation(tensors[0]).forward(tensors, options, sign)
 
 
 def run_backward(
