@@ -46,8 +46,8 @@ def hops(program, part, given):
     """The calls of the busiest device; with zigzag all are alike, and other devices are met in halves."""
     n, t = given.devices, part[0].shape[1]
     if given.layout == "zigzag":
-        half = [x[:, : t // 2] for x in part]
-        return [partial(program, *part, None), *[partial(program, *half, None, causal=False)] * (2 * (n - 1))]
+        halves = [jnp.concatenate([x[:, : t // 2], x[:, t // 2 :]]) for x in part]
+        return [partial(program, *part, None), *[partial(program, *halves, None, causal=False)] * (n - 1)]
     at = [part_of(given.layout, r, n, t).index[None] for r in range(n)]
     masks = [MaskInfo(t, t, q_pos=at[n - 1], kv_pos=at[source]) for source in range(n)]
     return [partial(program, *part, mask) for mask in masks]

@@ -1,4 +1,4 @@
-"""Block-sparse attention on tensors against dkernel itself and against the same kernels from JAX; answers are compared.
+"""Block-sparse attention on tensors, and from JAX, against dkernel itself, whose outputs are compared with the former.
 
     python benchmarks/sparse_torch.py          # on a GPU
     python benchmarks/sparse_torch.py tiles decode  # some parts of it

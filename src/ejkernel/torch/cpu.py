@@ -212,7 +212,7 @@ class _Problem:
 # Both passes ------------------------------------------------------------------------------------------------
 
 
-def forward(tensors: Tensors, options: Options, _: Any = None) -> tuple[Tensor, Tensor]:
+def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _forward(_Problem(canonical(tensors, options), options))
 

@@ -120,8 +120,9 @@ def _implementation(query: Tensor) -> Any:
 
 
 def run_forward(tensors: Tensors, options: Options, sign: Any = None) -> tuple[Tensor, Tensor]:
-    """`sign` is the signature of q, k and v, where it is known."""
-    return _implementation(tensors[0]).forward(tensors, options, sign)
+    """`sign` is the signature of q, k and v, where it is known: launches are found by it."""
+    module = _implementation(tensors[0])
+    return module.forward(tensors, options, sign) if module is _module("launches") else module.forward(tensors, options)
 
 
 def run_backward(

@@ -122,8 +122,9 @@ def _explained(call: Call, devices: int, axes: Axes, platform: Any, cfg: Any) ->
         lengths = {"q_positions": call["query"].shape[1], "kv_positions": call["key"].shape[1]}
         hop |= {name: jax.ShapeDtypeStruct((1, n), "int32") for name, n in lengths.items()}
     found = choose_platform(FLASH_ATTENTION, Call(call.spec.softmax, hop, call.target), platform, cfg)[1]
-    way = str(choose(call, devices)) if call.spec.method == "auto" else f"{call.spec.method}, as asked"
-    if way.startswith("ring") and halves:
+    choice = choose(call, devices) if call.spec.method == "auto" else None
+    way = f"{call.spec.method}, as asked" if choice is None else str(choice)
+    if halves and (call.spec.method if choice is None else choice.method) == "ring":
         half: dict[str, Any] = {name: _cut(name, x, dict.fromkeys("TS", 2)) for name, x in hop.items()}
         seen = Call(replace(call.spec.softmax, band=Band()), half, call.target)
         away = choose_platform(FLASH_ATTENTION, seen, platform, cfg)[1]
