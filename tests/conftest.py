@@ -29,6 +29,8 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
     # the kernels of fa4-jax use names that its compiler, CUTLASS's, has newer ones for
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:fa4_jax|cutlass")
+    # PyTorch on a CPU without bfloat16, about its own matmuls
+    config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul failed:UserWarning")
     if not wants_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
         given = os.environ.get("XLA_FLAGS", "")
