@@ -310,6 +310,8 @@ GRIDS = (
     Case("pattern-per-batch", T=70, mask=partial(_pattern, block=16, heads=2, batch=2)),
     Case("pattern-local-stride", T=100, H=4, Hkv=2, options=CAUSAL, mask=lambda c: MaskInfo.from_block_pattern(
         BlockPattern.local_stride(c.H, 7, 1, 3, block_size=16), q_len=c.T)),
+    Case("pattern-stripes", B=1, T=140, H=4, Hkv=2, dtype="bfloat16", options=CAUSAL, mask=lambda c:
+         MaskInfo.from_block_pattern(BlockPattern.local_stride(c.H, 9, 1, 4, block_size=16), q_len=c.T)),
 )  # fmt: skip
 BIAS_SHAPES = ("BHTS", "1HTS", "B1TS", "BH1S", "BHT1", "11TS", "B11S", "1HT1", "111S", "11T1", "BH11", "1111")
 BIASES = (
@@ -414,6 +416,7 @@ CORE_IDS = (
     "segments-padding-causal", "segments-unsorted-causal", "segments-cross-padding-window", "lengths-cross-causal",
     "kv-lengths-zero", "positions-window-T<S", "positions-in-segments-causal",
     "mask-per-head", "mask-shared", "pattern-across-tiles", "pattern-oblong-per-head", "pattern-per-batch",
+    "pattern-stripes",
     "bias-BH1S", "bias-1111", "bias-HTS-masked", "bias-soft-cap",
     "sinks-rows-that-see-nothing", "soft-cap-segments", "scale-negative",
     "logits-bfloat16", "dropout-gqa-causal-T<S",

@@ -86,8 +86,9 @@ def test_they_compile_for_hopper_and_fit(call, recorded):
             "sm_90", launch.kernel, arguments, dict(launch.constexprs), launch.num_warps, launch.num_stages
         )
         assert report.shared_bytes <= TARGETS["sm_90"], report
-        # the careful one runs where a nan was found, and may be slow; float32 spills some with any mask
-        assert careful or report.spill_bytes <= (200 if "float32" in call else 0), report
+        # the careful one runs where a nan was found, and may be slow; float32 spills some with any mask, and dk/dv of
+        # several query heads 256 bytes, with which it is faster than with tiles that fit
+        assert careful or report.spill_bytes <= {"float32-D128": 200, "bfloat16-D128": 256}.get(call, 0), report
         assert not [problem for problem in report.problems if "spills" not in problem], report
 
 
@@ -176,33 +177,36 @@ def test_work_is_that_of_the_visited_tiles(recorded):
     module(*qkv(1, T, T, H, H, 64, torch.bfloat16)).sum().backward()
     (program,) = launches._READY.values()
     cells = module.pattern.blocks
-    for (tile, side), (rows, _) in program.schedules.items():
+    for (tile, side), planned in program.schedules.items():
         wide = cells.repeat(block, 1).repeat(block, 2) & np.tril(np.ones((T, T), bool))
         tiles = wide.reshape(H, T // tile.block_q, tile.block_q, T // tile.block_k, tile.block_k).any((2, 4))
+        if planned.order is not None:  # blocks of keys in that order, two in a tile
+            blocks = wide.reshape(H, T // tile.block_q, tile.block_q, T // block, block).any((2, 4))
+            ordered = np.take_along_axis(blocks, planned.order.numpy()[0, :, None], axis=2)
+            tiles = ordered.reshape(H, T // tile.block_q, -1, tile.block_k // block).any(-1)
         counts = tiles.sum(-1 if side == "q" else -2)
-        assert (rows[0, :, :, 1].numpy() == counts).all()
+        assert (planned.rows[0, :, :, 1].numpy() == counts).all()
 
 
-def test_tiles_reach_over_no_more_blocks_than_pays(recorded):
-    """Where one block in four is set, wide tiles would visit many others; where all are, they are the family's own."""
+def test_blocks_narrower_than_tiles_cost_no_more_than_wide_ones(recorded):
+    """Stripes of 16 keys are brought together in tiles of 64: forward and backward visit about as many pairs."""
 
-    def widths(blocks, block):
-        calls = qkv(1, blocks * block, blocks * block, 1, 1, 128, torch.bfloat16)
-        with warnings.catch_warnings(action="ignore"):
-            every, few = np.ones((blocks, blocks), bool), np.eye(blocks, dtype=bool)
-            few[:, ::4] = True
-            for cells in (np.tril(every), np.tril(few)):
-                SparseAttention(block, cells)(*calls).sum().backward()
-        found = [(launch.kernel.__name__, dict(launch.constexprs)["C"].BK) for launch, _ in recorded]
+    def pairs(block):
+        launches._READY.clear()
+        module = LocalStrideSparseAttention(16, 4096, block, 512 // block, 8)
+        module(*qkv(1, 4096, 4096, 16, 16, 128, torch.bfloat16)).sum().backward()
+        (program,) = launches._READY.values()
+        assert {dict(launch.constexprs)["C"].PIECE for launch, _ in recorded} == {None, 16} or block != 16
         recorded.clear()
+        found = {}
+        for (tile, side), planned in program.schedules.items():
+            width = program.piece(tile, side) or tile.block_k
+            found[side] = int(planned.rows[..., 1].sum()) * tile.block_q * (width if side == "q" else tile.block_k)
         return found
 
-    found = widths(8, 64)
-    half = len(found) // 2
-    assert ("dkv_kernel", 128) in found[:half] and ("dkv_kernel", 64) in found[half:]
-    found = widths(16, 16)
-    half = len(found) // 2
-    assert ("forward_kernel", 64) in found[:half] and ("forward_kernel", 32) in found[half:]
+    narrow, wide = pairs(16), pairs(64)
+    # a tile of 64 queries sees 48 more local keys
+    assert narrow["q"] <= 1.25 * wide["q"] and narrow["k"] <= 1.25 * wide["k"]
 
 
 def test_more_heads_than_a_grid_has(recorded):

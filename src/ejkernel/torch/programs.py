@@ -17,7 +17,7 @@ from torch import Tensor
 from ejkernel.bridge.launch import Launch, Slot
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax import triton as family
-from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, plan, visited_fraction
+from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.kernels.softmax.triton import Config, Tile
 from ejkernel.ops import Call, Target
@@ -200,18 +200,16 @@ def target_of(device: torch.device) -> Target:
 
 
 _MOST_HEADS = 2**16 - 1
-# of tiles chosen by what they waste: the least keys, what a tile costs beside its keys, and tokens that are looked at
-_FEWEST_COLUMNS = 32
-_START = 32
-_MOST_LOOKED_AT = 4096
+# of a tile
+_FEWEST_KEYS = 32
 
 
-@lru_cache(maxsize=256)
-def visited_share(spec: Spec, pattern: str, T: int, S: int, block_q: int, block_k: int) -> float:
-    """Of all tiles, for the last T of S tokens."""
-    cells = Pattern.known(pattern).blocks[None]
-    arrays: Any = {"query": np.empty((1, T, 1, 0)), "value": np.empty((1, S, 1, 0)), "pattern": cells}
-    return visited_fraction(Call(spec, arrays), block_q, block_k, np)
+class Planned(NamedTuple):
+    """A schedule on the device: bounds or numbers, lists if there are such, and the order of pieces of keys."""
+
+    rows: Tensor | None = None
+    index: Tensor | None = None
+    order: Tensor | None = None
 
 
 class Pair(NamedTuple):
@@ -231,11 +229,11 @@ class Program:
         self.pattern = Pattern.known(kind.pattern) if kind.pattern else None
         self.call = self._described()
         self.dims = dimensions(self.call)
-        self.config = self._config()
         self.static = kind.known is not None or "q_segments" not in self.call
+        self.config = self._config()
         self.pairs: dict[str, Pair] = {}
         self.terms: dict[bool, Step] = {}
-        self.schedules: dict[tuple[Tile, Side], tuple[Tensor, Tensor | None]] = {}
+        self.schedules: dict[tuple[Tile, Side], Planned] = {}
         # what a launch is given and neither reads nor writes
         kinds = {"absent": torch.int32, "total": torch.float32, "argmax": torch.int32, "nothing": torch.int32}
         self.fixed = {name: torch.empty(4, dtype=dtype, device=kind.device) for name, dtype in kinds.items()}
@@ -256,7 +254,7 @@ class Program:
         return Call(kind.spec, structs, target_of(kind.device))
 
     def _config(self) -> Config:
-        """The family's tiles, no taller than the queries and no wider than pays; or a caller's own."""
+        """The family's tiles, no taller than the queries; or a caller's own."""
         config = family.default_config(self.call)
         rows = power_of_two(self.call["query"].shape[1], 16)
         forward = config.forward
@@ -266,64 +264,52 @@ class Program:
         if any(self.kind.tile):
             sizes = {n: x for n, x in zip(("block_q", "block_k"), self.kind.tile, strict=True) if x}
             tiles = {name: replace(tile, **sizes) for name, tile in tiles.items()}
-        elif self.pattern is not None:
-            tiles = {name: self._least_waste(tile, name in ("dkv", "dv")) for name, tile in tiles.items()}
+        elif self.pattern is not None and not self.static:
+            tiles = {name: self._narrowed(tile) if name in ("dkv", "dv") else tile for name, tile in tiles.items()}
         return replace(config, **tiles)
 
-    def _least_waste(self, tile: Tile, by_keys: bool) -> Tile:
-        """The tile with as many keys as cost least: one that reaches over several blocks visits some that none sees.
+    def _narrowed(self, tile: Tile) -> Tile:
+        """A tile of keys as rows that reaches over no more blocks than it must, where their order is not known.
 
-        A tile costs its keys and what `_START` keys do. Where keys are the rows, four warps are enough for 64, and
-        their registers for 32 queries of a wide head.
+        Four warps are enough for 64 keys, and their registers for 32 queries of a wide head.
         """
         pattern: Any = self.pattern
-        widths = [tile.block_k]
-        while widths[-1] > max(pattern.block_size, _FEWEST_COLUMNS):
-            widths.append(widths[-1] // 2)
-        T, S = (min(n, _MOST_LOOKED_AT) for n in (self.dims.T, self.dims.S))
-
-        def cost(width: int) -> float:
-            return (
-                visited_share(self.kind.spec, pattern.key, T, S, tile.block_q, width)
-                * -(-S // width)
-                * (width + _START)
-            )
-
-        width = min(widths, key=cost) if len(widths) > 1 else tile.block_k
-        if width == tile.block_k:
+        width = max(pattern.block_size, _FEWEST_KEYS)
+        if width >= tile.block_k:
             return tile
-        if not by_keys:
-            return replace(tile, block_k=width)
-        narrow = replace(tile, block_k=width, warps=4)
+        narrow = replace(tile, block_k=power_of_two(width), warps=4)
         wide = max(self.dims.D, self.dims.Dv) > 64
         return replace(narrow, block_q=min(tile.block_q, 32), stages=3) if wide else narrow
 
-    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Rows and lists on the device; of a mask without lengths, once."""
+    def piece(self, tile: Tile, side: Side) -> int | None:
+        """Of a tile whose keys come in pieces: as rows, only in an order that is found once."""
+        return family.piece_of(self.call, tile) if side == "q" or self.static else None
+
+    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor]) -> "Planned":
+        """On the device; of a mask without lengths, once."""
         if (tile, side) in self.schedules:
             return self.schedules[tile, side]
         arrays: dict[str, Any] = dict(self.call.arrays)
         if self.static:
-            xp: Any = np
             if self.pattern is not None:
                 arrays["pattern"] = self.pattern.for_heads(self.dims.H)
             if self.kind.known is not None:
                 arrays |= known_lengths(self.kind.known)
-        else:
-            xp = arrays_on(self.kind.device)
-            arrays |= {name: tensors[name] for name in LENGTHS}
-            if self.pattern is not None:
-                arrays["pattern"] = self.fixed["pattern"]
-        found = _on_device(plan(Call(self.kind.spec, arrays), tile.block_q, tile.block_k, side, xp), self.kind.device)
-        if self.static:
+            found = _on_device(*family.scheduled(Call(self.kind.spec, arrays), tile, side, np), self.kind.device)
             self.schedules[tile, side] = found
-        return found
+            return found
+        arrays |= {name: tensors[name] for name in LENGTHS}
+        if self.pattern is not None:
+            arrays["pattern"] = self.fixed["pattern"]
+        block_k, xp = self.piece(tile, side) or tile.block_k, arrays_on(self.kind.device)
+        made = plan(Call(self.kind.spec, arrays), tile.block_q, block_k, side, xp)
+        return _on_device(made, None, self.kind.device)
 
     def _step(
         self,
         kernel: Any,
         tile: Tile,
-        schedule: tuple[Tensor | None, Tensor | None],
+        schedule: "Planned",
         heads: int,
         outputs: Sequence[str],
         more: Mapping[str, Any],
@@ -335,8 +321,8 @@ class Program:
 
         if heads > _MOST_HEADS:
             raise ValueError(f"batch times heads, {heads}, must be at most {_MOST_HEADS}: a grid of CUDA has no more")
-        rows, index = schedule
-        shared = family.arguments(self.call, rows, index)
+        rows, index, order = schedule
+        shared = family.arguments(self.call, rows, index, order)
         shared = {name: _NAMES[name] if hasattr(x, "shape") else x for name, x in shared.items()}
         given = {**shared, **more}
         names = [name for name in kernel.arg_names if name != "C" and name not in others]
@@ -349,7 +335,7 @@ class Program:
             WIDE=None if self.wide is None else getattr(tl, self.wide),
             **constants,
         )
-        fixed = {"rows": rows, "index": index} if self.static else {}
+        fixed = schedule._asdict() if self.static else {}
         return Step(
             kernel=kernel,
             arguments=(*("absent" if x is None else x for x in named.values()), *outputs),
@@ -364,15 +350,19 @@ class Program:
         self, kernel: Any, tile: Tile, side: Side, heads: int, outputs: Sequence[str], schedule: Any, **constants: Any
     ) -> Pair:
         """Both launches read one schedule, with one tile."""
-        rows, _ = schedule
+        piece = self.piece(tile, side)
+        length = self.dims.T if side == "q" else self.dims.S
+        flagged = family.flag_rows(tile, side, piece)
+        marks = (heads, -(-length // flagged))
+        constants = {"PIECE": piece, **constants}
         fast = self._step(kernel, tile, schedule, heads, (*outputs, "bad"), _ROWS, constants)
         if not family.hides_anything(self.call):
-            return Pair(fast, None, (heads, rows.shape[2]))
+            return Pair(fast, None, marks)
         old = {"p_flags": "bad", **{f"p_old_{name}": name for name in outputs}, **_ROWS}
-        marked = {**family.careful_constants(tile, side), **constants}
+        marked = {"GUARD": True, "FLAG_ROWS": flagged, **constants}
         slow = replace(tile, stages=1)
         careful = self._step(kernel, slow, schedule, heads, (*outputs, "nothing"), old, marked)
-        return Pair(fast, careful, (heads, rows.shape[2]))
+        return Pair(fast, careful, marks)
 
     def _run_twice(self, name: str, kernel: str, tile: Tile, side: Side, tensors: dict[str, Any], **more: Any) -> None:
         """The two launches of a kernel; `more` are constants of it."""
@@ -385,7 +375,7 @@ class Program:
                 pair = self._pair(_kernel(kernel), tile, side, heads, outputs, schedule, **more)
                 self.pairs[name] = pair
             if not self.static:
-                tensors |= {n: x for n, x in zip(("rows", "index"), schedule, strict=True) if x is not None}
+                tensors |= {name: x for name, x in schedule._asdict().items() if x is not None}
         tensors["bad"] = self.fixed["nothing"].new_empty(pair.marks)
         aligned = self.compiled and _aligned(tensors)
         pair.fast.run(tensors, self.compiled, aligned)
@@ -414,7 +404,7 @@ class Program:
             more = {"p_out": "out", "p_dout": "dout", "p_lse": "lse", "p_dlse": "dlse" if with_dlse else None}
             heads, block = self.dims.B * self.dims.H, self._row_block
             outputs, constants = ("rows_lse", "rows_delta"), {"ROW_BLOCK": block}
-            made = self._step(_kernel("row_terms"), tile, (None, None), heads, outputs, more, constants, DLSE=with_dlse)
+            made = self._step(_kernel("row_terms"), tile, Planned(), heads, outputs, more, constants, DLSE=with_dlse)
             blocks = -(-self.dims.T // block) * block // tile.block_q
             self.terms[with_dlse] = replace(made, grid=(blocks, heads, 1))
         return self.terms[with_dlse]
@@ -470,12 +460,12 @@ _NAMES = {
     "p_pattern": "pattern",
     "p_rows": "rows",
     "p_index": "index",
+    "p_order": "order",
 }
 _ROWS = {"p_dout": "dout", "p_lse": "rows_lse", "p_delta": "rows_delta"}
 
 
-def _on_device(schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _on_device(schedule: Schedule, order: Any, device: torch.device) -> Planned:
     parts = (schedule.number, schedule.index) if isinstance(schedule, Lists) else (schedule.bounds, None)
     # dense: a sum over a broadcast array need not be
-    rows, index = (None if x is None else torch.as_tensor(x).contiguous().to(device) for x in parts)
-    return rows, index  # pyright: ignore[reportReturnType]
+    return Planned(*(None if x is None else torch.as_tensor(x).contiguous().to(device) for x in (*parts, order)))

@@ -30,6 +30,25 @@ def load_rows(p, i_first, n_rows, stride, R: tl.constexpr, D: tl.constexpr, BD: 
 
 
 @triton.jit
+def load_rows_at(p, o_r, n_rows, stride, D: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr):
+    """load_rows of any rows."""
+    o_d = tl.arange(0, BD)
+    p_tile = p + o_r.to(tl.int64)[:, None] * stride + o_d[None, :]
+    if TAIL or D != BD:
+        return tl.load(p_tile, mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    else:
+        return tl.load(p_tile)
+
+
+@triton.jit
+def store_rows_at(p, b_x, o_r, n_rows, stride, D: tl.constexpr, BD: tl.constexpr):
+    """store_rows of any rows."""
+    o_d = tl.arange(0, BD)
+    p_tile = p + o_r.to(tl.int64)[:, None] * stride + o_d[None, :]
+    tl.store(p_tile, b_x.to(p.dtype.element_ty), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
 def store_rows(p, b_x, i_first, n_rows, stride, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """The reverse of load_rows; nothing is written past n_rows or D."""
     o_r, o_d = tl.arange(0, R), tl.arange(0, BD)

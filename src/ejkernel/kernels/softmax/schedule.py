@@ -363,6 +363,38 @@ def _grouped(x: Any, size: int, block: int, length: int, axis: int, xp: Any) -> 
     return touched
 
 
+def in_order(call: Call, block_q: int, block_k: int, piece: int, xp: Any = jnp) -> tuple[Lists, Any]:
+    """Lists for blocks of keys that are put together from pieces, and the order of the pieces, (B|1, Hkv|1, n).
+
+    A block visits what any of its pieces needs. So those that many more queries see than usual (stripes) come first
+    and together, where that is less in all than with pieces as they lie. The last block is filled up with pieces past
+    the end.
+    """
+    dims = dimensions(call)
+    some, every = maps(call, block_q, piece, "k", xp)
+    B, H, n, m = some.shape
+    heads = dims.Hkv if H > 1 else 1
+    seen = xp.sum(xp.asarray(xp.sum(some, axis=-1), dtype=xp.int32).reshape(B, heads, -1, n), axis=2)
+    usual = xp.sort(seen, axis=-1)[..., n // 4, None]
+    few = seen <= usual + usual // 4 + 1
+    stripes_first = xp.asarray(xp.argsort(few, axis=-1, stable=True), dtype=xp.int32)
+    as_is = xp.broadcast_to(xp.arange(n, dtype=xp.int32), (B, heads, n))
+
+    def joined(order: Any) -> tuple[Any, Any]:
+        at = xp.repeat(order, H // heads, axis=1)[..., None]
+        fill = ((0, 0), (0, 0), (0, -n % (block_k // piece)), (0, 0))
+        parts = [xp.pad(xp.take_along_axis(x, at, axis=2), fill, constant_values=v) for x, v in ((some, 0), (every, 1))]
+        some_of, every_of = (x.reshape(B, H, -1, block_k // piece, m) for x in parts)
+        return xp.any(some_of, axis=3), xp.all(every_of, axis=3)
+
+    def visits(order: Any) -> Any:
+        return xp.sum(joined(order)[0].reshape(B, heads, -1), axis=-1)[..., None]
+
+    order = xp.where(visits(stripes_first) < visits(as_is), stripes_first, as_is)
+    padded = xp.pad(order, ((0, 0), (0, 0), (0, -n % (block_k // piece))), constant_values=n)
+    return compact(*joined(order), xp), padded
+
+
 def compact(some: Any, every: Any, xp: Any = jnp) -> Lists:
     """Maps (B|1, H|1, n, m) to lists: a stable sort by (unmasked, masked, not visited)."""
     rank = xp.asarray(xp.where(every, 0, xp.where(some, 1, 2)), dtype=xp.int32)

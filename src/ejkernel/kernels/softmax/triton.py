@@ -11,7 +11,7 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.dropout import threshold
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
-from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, by_index, plan
+from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, by_index, in_order, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation
 
@@ -80,8 +80,13 @@ _HOPPER_WITH_ARRAYS = {
     128: (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
     256: (((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2)),) * 2,
 }
-# a pattern's cells pass through it once: no room for a third stage of 256 columns beside them
-_HOPPER_WITH_PATTERN = _HOPPER | {256: (((128, 32, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),) * 2}
+# for calls with a pattern: rows are short, and small tiles share a core. A pattern's cells pass through shared memory
+# once: no room for a third stage of 256 columns beside them
+_HOPPER_WITH_PATTERN = {
+    64: (((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
+    128: (((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
+    256: (((128, 32, 8, 3), (128, 32, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2)),) * 2,
+}
 # compiled, never timed: they fit the tensor memory and hardly spill
 _BLACKWELL = {
     64: (((128, 64, 8, 3), (128, 64, 8, 2), (32, 128, 4, 3)),) * 2,
@@ -113,6 +118,14 @@ def default_config(call: Call) -> Config:
     if arrays and table is not _HOPPER_WITH_ARRAYS:
         tiles = [replace(tile, stages=1) for tile in tiles]
     return Config(*tiles)
+
+
+def piece_of(call: Call, tile: Tile) -> int | None:
+    """How many keys lie together where a tile is put together from blocks of a pattern narrower than it is."""
+    if "pattern" not in call or "mask" in call or call.spec.with_argmax:
+        return None
+    width = call.spec.pattern_block[1]
+    return width if 16 <= width < tile.block_k and tile.block_k % width == 0 else None
 
 
 def search_space(call: Call) -> list[Config]:
@@ -147,8 +160,8 @@ def _strides(x: Any, n: int) -> tuple[int, int]:
     return H * n if B > 1 else 0, n if H > 1 else 0
 
 
-def arguments(call: Call, rows: Any, index: Any) -> dict[str, Any]:
-    """What the kernels share, by the names of their parameters; `rows` and `index` are of the schedule.
+def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str, Any]:
+    """What the kernels share, by the names of their parameters; `rows`, `index` and `order` are of the schedule.
 
     Arrays are taken by their shapes alone: they may be of JAX, of PyTorch, or descriptions of either.
     """
@@ -171,11 +184,13 @@ def arguments(call: Call, rows: Any, index: Any) -> dict[str, Any]:
         "p_seeds": call.get("dropout_seeds"),
         "p_rows": rows,
         "p_index": index,
+        "p_order": order,
         "T": call["query"].shape[1],
         "S": call["key"].shape[1],
         "B": call["query"].shape[0],
         # not in the constants: dk/dv would keep what follows from them in registers, which it lacks
         **dict(zip(("s_rows_b", "s_rows_h"), row_strides, strict=True)),
+        **dict(zip(("s_order_b", "s_order_h"), _strides(order, 0 if order is None else order.shape[2]), strict=True)),
         **dict(zip(("s_pattern_b", "s_pattern_h"), _strides(pattern, cells), strict=True)),
         "scale": spec.scale,
         "soft_cap": spec.soft_cap or 1.0,
@@ -187,11 +202,11 @@ def arguments(call: Call, rows: Any, index: Any) -> dict[str, Any]:
 class _Launch:
     """The arguments the kernels share, by name."""
 
-    def __init__(self, call: Call, tile: Tile, schedule: Schedule | None = None, **more: Any):
+    def __init__(self, call: Call, tile: Tile, schedule: Schedule | None = None, order: Any = None, **more: Any):
         self.tile = tile
         rows, index = (None, None) if schedule is None else _arrays(schedule)
         self.n_rows = 0 if rows is None else rows.shape[2]
-        self.values = arguments(call, rows, index)
+        self.values = arguments(call, rows, index, order)
         self.constants = constants(call, tile, LISTS=index is not None, **more)
 
     def run(self, kernel: Any, grid: tuple[int, ...], out_shape: Any, aliases: Any = None, **more: Any) -> Any:
@@ -269,14 +284,22 @@ def hides_anything(call: Call) -> bool:
     return call.spec.band != (None, None) or call.spec.chunk is not None or any(name in call for name in masks)
 
 
-def careful_tile(tile: Tile) -> Tile:
+def scheduled(call: Call, tile: Tile, side: Side, xp: Any = jnp) -> tuple[Schedule, Any]:
+    """The schedule of a tile, and the order of the pieces of its keys where they are rows and come in pieces."""
+    piece = piece_of(call, tile)
+    if piece is None or side == "q":
+        return plan(call, tile.block_q, piece or tile.block_k, side, xp), None
+    return in_order(call, tile.block_q, tile.block_k, piece, xp)
+
+
+def careful_tile(tile: Tile, piece: int | None) -> Tile:
     """That of the launch over the blocks in which a fast one left a nan."""
-    return Tile(min(tile.block_q, 32), min(tile.block_k, 32), 4, 1)
+    return Tile(min(tile.block_q, 32), min(tile.block_k, 32, piece or 32), 4, 1)
 
 
-def careful_constants(tile: Tile, side: Side) -> dict[str, Any]:
-    """What tells that launch from the fast one, whose tile this is."""
-    return {"GUARD": True, "FLAG_ROWS": tile.block_q if side == "q" else tile.block_k}
+def flag_rows(tile: Tile, side: Side, piece: int | None) -> int:
+    """How many queries or keys a mark stands for that a fast launch leaves where it met a nan."""
+    return tile.block_q if side == "q" else piece or tile.block_k
 
 
 def _run_twice(
@@ -287,16 +310,18 @@ def _run_twice(
     `rows` are more arguments of the kernel, `more` are constants of it.
     """
     rows = rows or {}
-    fast = _Launch(call, tile, plan(call, tile.block_q, tile.block_k, side), **more)
+    piece = piece_of(call, tile)
+    flagged, length = flag_rows(tile, side, piece), call["query" if side == "q" else "key"].shape[1]
+    fast = _Launch(call, tile, *scheduled(call, tile, side), PIECE=piece, **more)
     absent = dict.fromkeys((f"p_old_{name}" for name in outputs), None)
-    bad = jax.ShapeDtypeStruct((heads, fast.n_rows), jnp.int32)
+    bad = jax.ShapeDtypeStruct((heads, -(-length // flagged)), jnp.int32)
     *results, flags = fast.run(kernel, (fast.n_rows, heads), [*outputs.values(), bad], **rows, **absent, p_flags=None)
     if not hides_anything(call):
         return results
-    slow = careful_tile(tile)
+    slow = careful_tile(tile, piece)
     # more blocks than need be, but a schedule on the device would be made in every call, and mostly for nothing
     schedule = by_index(call, slow.block_q, slow.block_k, side)
-    careful = _Launch(call, slow, schedule, **careful_constants(tile, side), **more)
+    careful = _Launch(call, slow, schedule, GUARD=True, FLAG_ROWS=flagged, **more)
     old = dict(zip(absent, results, strict=True))
     unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
     aliases = {name: number for number, name in enumerate(old)}

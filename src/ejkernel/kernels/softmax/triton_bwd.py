@@ -24,6 +24,10 @@ from ejkernel.kernels.softmax.triton_tiles import (
     finished_logits,
     head_options,
     head_rows,
+    listed_keys,
+    load_keys,
+    store_keys,
+    tile_counts,
     visible,
 )
 
@@ -104,8 +108,9 @@ def dq_kernel(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
     i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
-    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK), C.LISTS)
-    n_unmasked, n_all = block_counts(p_row, C.LISTS)
+    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK // C.PIECES), C.LISTS)
+    n_free, n_listed = block_counts(p_row, C.LISTS)
+    n_unmasked, n_all = tile_counts(n_free, n_listed, C)
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
 
     o_q = i_q + tl.arange(0, C.BQ)
@@ -123,10 +128,9 @@ def dq_kernel(
             n_first = n_unmasked
             n_last = n_all
         for n in range(n_first, n_last):
-            i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
-            o_k = i_k + tl.arange(0, C.BK)
-            b_k = load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, MASKED)
-            b_v = load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, MASKED)
+            i_k, o_k = listed_keys(p_row, p_list, n, n_listed, S, C)
+            b_k = load_keys(p_k, i_k, o_k, S, C.K_ROW, C.D, C.BD, MASKED, C)
+            b_v = load_keys(p_v, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, MASKED, C)
             # (BQ, BK)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
@@ -143,14 +147,22 @@ def dq_kernel(
 @triton.jit
 def dkv_kernel(
     p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, p_seeds,
-    p_rows, p_index, p_flags, p_old_dk, p_old_dv,
-    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
+    p_rows, p_index, p_order, p_flags, p_old_dk, p_old_dv,
+    T, S, s_rows_b, s_rows_h, s_order_b, s_order_h, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
     p_dk, p_dv, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0)
     i_b, i_hk = tl.program_id(1) // C.HK, tl.program_id(1) % C.HK
+    # where the keys of this program lie: one run, or pieces in an order in which like ones are together
+    o_piece = i_row * C.PIECES + tl.arange(0, C.PIECES)
     i_k = i_row * C.BK
+    o_k = i_k + tl.arange(0, C.BK)
+    if C.PIECE is not None:
+        p_order += i_b * s_order_b + i_hk * s_order_h
+        i_k = tl.load(p_order + i_row * C.PIECES) * C.PIECE
+        o_k = tl.load(p_order + o_k // C.PIECE) * C.PIECE + o_k % C.PIECE
+        o_piece = tl.load(p_order + o_piece)
     if C.GUARD:
         if tl.load(p_flags + tl.program_id(1) * tl.cdiv(S, C.FLAG_ROWS) + i_k // C.FLAG_ROWS) == 0:
             return
@@ -158,10 +170,9 @@ def dkv_kernel(
     p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
     p_dk = head_rows(p_dk, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
     p_dv = head_rows(p_dv, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
-    o_k = i_k + tl.arange(0, C.BK)
     # (BK, BD) and (BK, BDV)
-    b_k = load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
-    b_v = load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
+    b_k = load_keys(p_k, i_k, o_k, S, C.K_ROW, C.D, C.BD, True, C)
+    b_v = load_keys(p_v, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, True, C)
     b_dk = tl.full([C.BK, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BK, C.BDV], 0.0, tl.float32)
     # the query heads of this key head, one after the other
@@ -207,12 +218,13 @@ def dkv_kernel(
                 if C.KEY:
                     b_dk = weighted_sum(b_ds, b_q, m_seen, b_dk, MASKED, C)
     if C.KEY:
-        store_rows(p_dk, b_dk * scale, i_k, S, C.K_ROW, C.BK, C.D, C.BD)
+        store_keys(p_dk, b_dk * scale, i_k, o_k, S, C.K_ROW, C.D, C.BD, C)
     if C.VALUE:
-        store_rows(p_dv, b_dv, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV)
+        store_keys(p_dv, b_dv, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, C)
     if not C.GUARD:
-        o_bad = tl.program_id(1) * tl.num_programs(0) + i_row + tl.arange(0, 1)
-        tl.store(p_bad + o_bad, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
+        n_pieces = tl.cdiv(S, C.BK // C.PIECES)
+        b_bad = tl.broadcast_to(tl.maximum(has_nan(b_dk), has_nan(b_dv)), [C.PIECES])
+        tl.store(p_bad + tl.program_id(1) * n_pieces + o_piece, b_bad, mask=o_piece < n_pieces)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton.language as tl
 from ejkernel.kernels.common.triton_tiles import (
     LN_2,
     LOG2_E,
-    block_at,
     block_counts,
     dropout_keep,
     guarded_dot,
@@ -20,7 +19,17 @@ from ejkernel.kernels.common.triton_tiles import (
     schedule_row,
     store_rows,
 )
-from ejkernel.kernels.softmax.triton_tiles import finished_logits, head_options, head_rows, part_of, visible, widened
+from ejkernel.kernels.softmax.triton_tiles import (
+    finished_logits,
+    head_options,
+    head_rows,
+    listed_keys,
+    load_keys,
+    part_of,
+    tile_counts,
+    visible,
+    widened,
+)
 
 
 @triton.jit
@@ -49,8 +58,9 @@ def forward_kernel(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
     i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
-    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK), C.LISTS)
-    n_unmasked, n_all = block_counts(p_row, C.LISTS)
+    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK // C.PIECES), C.LISTS)
+    n_free, n_listed = block_counts(p_row, C.LISTS)
+    n_unmasked, n_all = tile_counts(n_free, n_listed, C)
 
     o_q = i_q + tl.arange(0, C.BQ)
     # (BQ, BD)
@@ -75,10 +85,9 @@ def forward_kernel(
             n_first = n_unmasked
             n_last = n_all
         for n in range(n_first, n_last):
-            i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
-            o_k = i_k + tl.arange(0, C.BK)
+            i_k, o_k = listed_keys(p_row, p_list, n, n_listed, S, C)
             # (BK, BD)
-            b_k = widened(load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, MASKED), C)
+            b_k = widened(load_keys(p_k, i_k, o_k, S, C.K_ROW, C.D, C.BD, MASKED, C), C)
             # (BQ, BK)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             unit = scale * LOG2_E
@@ -111,7 +120,7 @@ def forward_kernel(
                 m_keep = dropout_keep(seed, o_q[:, None], o_k[None, :], threshold)
                 b_p = tl.where(m_keep, b_p * keep_scale, 0.0)
             # (BK, BDV)
-            b_v = widened(load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, MASKED), C)
+            b_v = widened(load_keys(p_v, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, MASKED, C), C)
             if MASKED and C.GUARD:
                 PRECISION: tl.constexpr = C.PRECISION
                 b_out = guarded_dot(b_p.to(b_v.dtype), b_v, m_seen, b_out, PRECISION)

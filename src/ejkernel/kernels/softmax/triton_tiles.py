@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.common.triton_tiles import tanh
+from ejkernel.kernels.common.triton_tiles import (
+    block_at,
+    load_rows,
+    load_rows_at,
+    store_rows,
+    store_rows_at,
+    tanh,
+)
 
 # which axes an array (B, H, T, S) has, bit by bit; along the others it broadcasts. 0: there is no array
 AXIS_B = tl.constexpr(1)
@@ -32,6 +39,7 @@ class Constants:
         ROW_BLOCK: what lse and delta are padded to a multiple of.
         KEY, VALUE: whether the launch is to give dk, and dv.
         PATTERN_ROWS, PATTERN_COLUMNS: of a pattern that is looked up by position; None: by index, and it fits T and S.
+        PIECE: how many keys lie together where a tile's keys come from several places; None: they are one run.
         HEADS_FIRST: whether q, k, v, out and their gradients are (B, H, length, D) in memory, not (B, length, H, D).
         WIDE: what 8-bit inputs are computed in, or None.
     """
@@ -72,8 +80,13 @@ class Constants:
     VALUE: bool = True
     PATTERN_ROWS: int | None = None
     PATTERN_COLUMNS: int | None = None
+    PIECE: int | None = None
     HEADS_FIRST: bool = False
     WIDE: tl.dtype | None = None
+
+    @property
+    def PIECES(self) -> int:
+        return self.BK // (self.PIECE or self.BK)
 
     # how far apart the rows of a head are in q, k, v and out
     @property
@@ -109,6 +122,46 @@ def widened(b_x, C: tl.constexpr):
         return b_x.to(C.WIDE)
     else:
         return b_x
+
+
+@triton.jit
+def tile_counts(n_unmasked, n_all, C: tl.constexpr):
+    """Blocks of a list, without a mask and in all, as tiles: what is left over of the former goes to the latter."""
+    if C.PIECE is None:
+        return n_unmasked, n_all
+    else:
+        return n_unmasked // C.PIECES, tl.cdiv(n_all, C.PIECES)
+
+
+@triton.jit
+def listed_keys(p_row, p_list, n, n_listed, S, C: tl.constexpr):
+    """The first key of the n-th tile of a row, and all of them; past the end of a list they are past S."""
+    o = tl.arange(0, C.BK)
+    if C.PIECE is None:
+        i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
+        return i_k, i_k + o
+    else:
+        o_piece = n * C.PIECES + o // C.PIECE
+        o_first = tl.load(p_list + o_piece, mask=o_piece < n_listed, other=0) * C.PIECE
+        return n * 0, tl.where(o_piece < n_listed, o_first + o % C.PIECE, S)
+
+
+@triton.jit
+def load_keys(p, i_k, o_k, S, stride, D: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr):
+    """Rows o_k, which start at i_k if they are one run; zeros past S and past D."""
+    if C.PIECE is None:
+        return load_rows(p, i_k, S, stride, C.BK, D, BD, TAIL)
+    else:
+        return load_rows_at(p, o_k, S, stride, D, BD, TAIL)
+
+
+@triton.jit
+def store_keys(p, b_x, i_k, o_k, S, stride, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """The reverse of load_keys."""
+    if C.PIECE is None:
+        store_rows(p, b_x, i_k, S, stride, C.BK, D, BD)
+    else:
+        store_rows_at(p, b_x, o_k, S, stride, D, BD)
 
 
 @triton.jit
