@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ejkernel.bridge import TARGETS, compile_for
 from ejkernel.ops import Target, interpret
@@ -74,7 +75,7 @@ def test_they_compile_for_hopper_and_fit(call, recorded):
     CALLS[call]()
     kernels = {launch.kernel.__name__ for launch, _ in recorded}
     trained = {"forward_kernel", "row_terms_kernel", "dq_kernel", "dkv_kernel"}
-    assert kernels == (trained if "D" in call else {"forward_kernel"})
+    assert kernels == (trained if "D" in call else {"extents_kernel", "rows_kernel", "forward_kernel"})
     done = set()
     for launch, operands in recorded:
         careful = dict(launch.constexprs)["C"].GUARD
@@ -122,6 +123,24 @@ def test_decoding_packs_the_heads_of_a_group_and_splits_a_long_cache(recorded):
     constants = dict(launch.constexprs)["C"]
     assert (constants.H, constants.G, constants.BQ) == (2, 1, 16)
     assert launch.grid == (1, 2 * 16, 1)  # 16 parts of 512 keys
+
+
+def test_a_length_for_each_sequence_costs_the_host_little(recorded):
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    module, tensors = local(1024, 8, num_kv_heads=2), qkv(70, 1, 1024, 8, 2, 64, torch.bfloat16, False)
+    lengths = torch.full((70,), 1000, dtype=torch.int32)
+    module(*tensors, seqlens=lengths)
+    recorded.clear()
+    operations = []
+    with Counted():
+        module(*tensors, seqlens=lengths)
+    kernels = ["extents_kernel", "rows_kernel", "forward_kernel", "forward_kernel"]
+    assert [launch.kernel.__name__ for launch, _ in recorded] == kernels
+    assert len(operations) + len(recorded) <= 45  # a few of them check the lengths, which a GPU is not asked to
 
 
 def test_a_prefill_of_one_sequence_on_few_heads_is_split_too(recorded):

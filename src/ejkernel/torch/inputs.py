@@ -121,31 +121,41 @@ def padded_lengths(query: Tensor, key: Tensor, left: Tensor | None, seqlens: Ten
     With as many queries as keys they are the same tokens; else the queries are the newest ones.
     """
     (B, T, *_), S = query.shape, key.shape[1]
-    at_k = torch.arange(S, dtype=torch.int32, device=key.device)[None]
-    start = torch.zeros((B, 1), dtype=torch.int32, device=key.device) if left is None else left[:, None]
-    end = torch.full_like(start, S) if seqlens is None else start + seqlens[:, None]
-    at_q = at_k if T == S else end - T + torch.arange(T, dtype=torch.int32, device=key.device)[None]
+    start: Any = 0 if left is None else left[:, None]
+    number = S - start if seqlens is None else seqlens[:, None]  # of a row's tokens
+    at = torch.arange(S, dtype=torch.int32, device=key.device).expand(B, S)
+    kv_positions = at.contiguous() if left is None else at - start
+    kv_segments = _sign(number - 1 - kv_positions)
+    if left is not None:
+        kv_segments = kv_segments | _sign(kv_positions)
+    if T == S:
+        return Lengths(kv_segments, kv_segments, kv_positions, kv_positions)
+    q_positions = number + torch.arange(-T, 0, dtype=torch.int32, device=key.device)
+    return Lengths(_sign(q_positions), kv_segments, q_positions, kv_positions)
 
-    def segments(at: Tensor) -> Tensor:
-        return torch.where((at >= start) & (at < end), 0, -1).to(torch.int32)
 
-    return Lengths(segments(at_q), segments(at_k), (at_q - start).contiguous(), (at_k - start).contiguous())
+def _sign(x: Tensor) -> Tensor:
+    """0, or -1 where an int32 is negative: the segments of tokens that are so far inside of a row."""
+    return x >> 31
 
 
 def packed_lengths(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Lengths:
     """Of sequences one after the other; tokens past the last are padding. The queries of one are its newest tokens."""
-
-    def numbered(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        at = torch.arange(total, dtype=torch.int32, device=cu.device)
-        which = torch.searchsorted(cu[1:].contiguous(), at, right=True).to(torch.int32)
-        return at, which
-
-    (at_q, in_q), (at_k, in_k) = numbered(cu_q, query.shape[1]), numbered(cu_k, key.shape[1])
     last = cu_q.shape[0] - 2
-    extra = (cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1])  # keys before the first query
-    safe_q, safe_k = in_q.clamp(max=last).long(), in_k.clamp(max=last).long()
-    q_segments, kv_segments = (torch.where(x <= last, x, -1)[None] for x in (in_q, in_k))
-    return Lengths(q_segments, kv_segments, (at_q - cu_q[safe_q] + extra[safe_q])[None], (at_k - cu_k[safe_k])[None])
+
+    def numbered(cu: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The segments and positions of tokens, and which sequence to look up for each."""
+        at = torch.arange(total, dtype=torch.int32, device=cu.device)
+        which = torch.searchsorted(cu[1:], at, out_int32=True, right=True)
+        safe = which.clamp(max=last)
+        return torch.where(which <= last, which, -1)[None], (at - cu.index_select(0, safe))[None], safe
+
+    kv_segments, kv_positions, _ = numbered(cu_k, key.shape[1])
+    if cu_q is cu_k:
+        return Lengths(kv_segments, kv_segments, kv_positions, kv_positions)
+    q_segments, q_positions, safe = numbered(cu_q, query.shape[1])
+    extra = cu_k.diff() - cu_q.diff()  # keys before the first query
+    return Lengths(q_segments, kv_segments, q_positions + extra.index_select(0, safe), kv_positions)
 
 
 def cumulative(name: str, x: Any, total: int, like: Tensor) -> Tensor:

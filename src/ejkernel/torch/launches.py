@@ -153,11 +153,8 @@ def _rearranged(call: Any, options: Options, first: bool, group: int, splits: in
     rows: Any = query.reshape(B, T, H // group, group, D).transpose(2, 3).reshape(B, T * group, H // group, D)
     if splits > 1:
         rows = rows[:, None].expand(-1, splits, -1, -1, -1).reshape(B * splits, *rows.shape[1:])
-    moved = {
-        "query": _dense_as(rows, first),
-        "key": key.reshape(B * splits, S // splits, Hkv, D),
-        "value": value.reshape(B * splits, S // splits, Hkv, Dv),
-    }
+        key, value = (x.view(B * splits, S // splits, Hkv, -1) for x in (key, value))
+    moved: Any = {"query": _dense_as(rows, first), "key": key, "value": value}
     arranged: Any = Call(call.spec, {**moved, **lengths})
     found = _program(arranged, options, first, known, torch.float32 if splits > 1 else output_dtype(rows))
     out, lse = found.forward(dict(arranged.arrays))
@@ -170,13 +167,14 @@ def _rearranged(call: Any, options: Options, first: bool, group: int, splits: in
 
 def _packed_lengths(call: Any, group: int, splits: int) -> dict[str, Tensor]:
     """What the call says of its tokens, for the packed and split one."""
-    B = call["query"].shape[0]
-    lengths: dict[str, Any] = {name: call[name].expand(B, -1) for name in LENGTHS}
-    found = {}
-    for name, x in lengths.items():
+    (B, T), found = call["q_segments"].shape, {}
+    for name in LENGTHS:
+        x = call[name]
         if name.startswith("q"):
-            x = x.repeat_interleave(group, 1)[:, None].expand(-1, splits, -1).reshape(B * splits, -1)
-        found[name] = x.reshape(B * splits, -1).contiguous()
+            x = x.view(B, 1, T, 1).expand(-1, splits, -1, group).reshape(B * splits, T * group)
+        elif splits > 1:
+            x = x.view(B * splits, -1)
+        found[name] = x.contiguous()
     return found
 
 

@@ -82,6 +82,14 @@ class Pattern:
             self._on[at] = torch.from_numpy(self.for_heads(heads).copy()).to(device)
         return self._on[at]
 
+    def sums(self, device: torch.device) -> Tensor:
+        """int32 (heads|1, n + 1, n + 1): how many blocks are set above and left of each corner, sent there once."""
+        at = (device, "sums")
+        if at not in self._on:
+            sums = self.blocks.cumsum(1, dtype=np.int32).cumsum(2, dtype=np.int32)
+            self._on[at] = torch.from_numpy(np.pad(sums, ((0, 0), (1, 0), (1, 0)))).to(device)
+        return self._on[at]
+
     def __reduce__(self) -> Any:
         return Pattern.of, (np.array(self.blocks), self.block_size)
 

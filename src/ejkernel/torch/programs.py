@@ -17,11 +17,10 @@ from torch import Tensor
 from ejkernel.bridge.launch import Launch, Slot
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax import triton as family
-from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, plan
+from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.kernels.softmax.triton import Config, Tile
 from ejkernel.ops import Call, Target
-from ejkernel.torch.arrays import arrays_on
 from ejkernel.torch.inputs import FLOAT8S
 from ejkernel.torch.operation import (
     empty_rows,
@@ -200,8 +199,11 @@ def target_of(device: torch.device) -> Target:
 
 
 _MOST_HEADS = 2**16 - 1
-# of a tile
+# keys of a tile
 _FEWEST_KEYS = 32
+# of the launches that make a schedule: tokens of one program of the first, blocks of one step of the second
+_TOKENS = 2048
+_BLOCKS = 1024
 
 
 class Planned(NamedTuple):
@@ -220,6 +222,14 @@ class Pair(NamedTuple):
     marks: tuple[int, int]  # the shape of what the first tells the second
 
 
+class Maker(NamedTuple):
+    """The launches that make a schedule from lengths, and the shapes of what they write."""
+
+    extents: Step
+    rows: Step
+    shapes: dict[str, tuple[int, ...]]
+
+
 class Program:
     """The launches of calls of one kind."""
 
@@ -234,6 +244,7 @@ class Program:
         self.pairs: dict[str, Pair] = {}
         self.terms: dict[bool, Step] = {}
         self.schedules: dict[tuple[Tile, Side], Planned] = {}
+        self.makers: dict[tuple[Tile, Side], Maker] = {}
         # what a launch is given and neither reads nor writes
         kinds = {"absent": torch.int32, "total": torch.float32, "argmax": torch.int32, "nothing": torch.int32}
         self.fixed = {name: torch.empty(4, dtype=dtype, device=kind.device) for name, dtype in kinds.items()}
@@ -285,25 +296,53 @@ class Program:
         """Of a tile whose keys come in pieces: as rows, only in an order that is found once."""
         return family.piece_of(self.call, tile) if side == "q" or self.static else None
 
-    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor]) -> "Planned":
+    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool) -> Planned:
         """On the device; of a mask without lengths, once."""
-        if (tile, side) in self.schedules:
-            return self.schedules[tile, side]
-        arrays: dict[str, Any] = dict(self.call.arrays)
-        if self.static:
+        key = (tile, side)
+        if not self.static:
+            if key not in self.makers:
+                self.makers[key] = self._maker(tile, side)
+            return self._made(self.makers[key], tensors, aligned)
+        if key not in self.schedules:
+            arrays: dict[str, Any] = dict(self.call.arrays)
             if self.pattern is not None:
                 arrays["pattern"] = self.pattern.for_heads(self.dims.H)
             if self.kind.known is not None:
                 arrays |= known_lengths(self.kind.known)
-            found = _on_device(*family.scheduled(Call(self.kind.spec, arrays), tile, side, np), self.kind.device)
-            self.schedules[tile, side] = found
-            return found
-        arrays |= {name: tensors[name] for name in LENGTHS}
+            found = family.scheduled(Call(self.kind.spec, arrays), tile, side, np)
+            self.schedules[key] = _on_device(*found, self.kind.device)
+        return self.schedules[key]
+
+    def _made(self, maker: Maker, tensors: Mapping[str, Tensor], aligned: bool) -> Planned:
+        made = {name: self.fixed["nothing"].new_empty(shape) for name, shape in maker.shapes.items()}
+        given = {**tensors, **made}
+        maker.extents.run(given, self.compiled, aligned)
+        maker.rows.run(given, self.compiled, aligned)
+        return Planned(made["rows"], made.get("index"))
+
+    def _maker(self, tile: Tile, side: Side) -> Maker:
+        from ejkernel.kernels.softmax.triton_schedule import EXTENTS, extents_kernel, rows_kernel
+
+        tile = replace(tile, block_k=self.piece(tile, side) or tile.block_k, warps=4, stages=1)
+        B, n_q, n_k = self.dims.B, -(-self.dims.T // tile.block_q), -(-self.dims.S // tile.block_k)
+        rows, others = (n_q, n_k) if side == "q" else (n_k, n_q)
+        patterns = 0 if self.pattern is None else self.pattern.heads
+        heads = self.dims.H if patterns > 1 else 1
+        shapes = {"extents": (B, EXTENTS.value, n_q + n_k), "rows": (B, heads, rows, 2 if patterns else 4)}
+        written, sums = ("rows", "nothing"), None
         if self.pattern is not None:
-            arrays["pattern"] = self.fixed["pattern"]
-        block_k, xp = self.piece(tile, side) or tile.block_k, arrays_on(self.kind.device)
-        made = plan(Call(self.kind.spec, arrays), tile.block_q, block_k, side, xp)
-        return _on_device(made, None, self.kind.device)
+            shapes["index"] = (B, heads, rows, others)
+            written, sums = ("rows", "index"), "sums"
+            self.fixed["sums"] = self.pattern.sums(self.kind.device)
+        at_once = {f"N{x}": max(1, _TOKENS // n) for x, n in (("Q", tile.block_q), ("K", tile.block_k))}
+        extents = self._step(extents_kernel, tile, Planned(), B, ("extents",), {}, {}, **at_once)
+        parts = -(-n_q // at_once["NQ"]) + -(-n_k // at_once["NK"])
+        more = {"p_extents": "extents", "p_sums": sums}
+        N = min(power_of_two(others, 32), _BLOCKS)
+        options = {"HEADS": heads, "PATTERNS": patterns, "BY_KEYS": side == "k", "N": N}
+        tile = replace(tile, warps=max(1, N // 256))
+        lists = self._step(rows_kernel, tile, Planned(), B * heads, written, more, {}, **options)
+        return Maker(replace(extents, grid=(parts, B, 1)), replace(lists, grid=(rows, B * heads, 1)), shapes)
 
     def _step(
         self,
@@ -330,7 +369,7 @@ class Program:
         made = family.constants(
             self.call,
             tile,
-            LISTS=index is not None,
+            LISTS=self.pattern is not None,
             HEADS_FIRST=self.kind.heads_first,
             WIDE=None if self.wide is None else getattr(tl, self.wide),
             **constants,
@@ -366,9 +405,10 @@ class Program:
 
     def _run_twice(self, name: str, kernel: str, tile: Tile, side: Side, tensors: dict[str, Any], **more: Any) -> None:
         """The two launches of a kernel; `more` are constants of it."""
+        aligned = self.compiled and _aligned(tensors)
         pair = self.pairs.get(name)
         if pair is None or not self.static:
-            schedule = self.schedule(tile, side, tensors)
+            schedule = self.schedule(tile, side, tensors, aligned)
             if pair is None:
                 outputs = {"forward": ("out", "lse", "total", "argmax"), "dq": ("dq",)}.get(kernel, ("dk", "dv"))
                 heads = self.dims.B * (self.dims.H if side == "q" else self.dims.Hkv)
@@ -377,7 +417,6 @@ class Program:
             if not self.static:
                 tensors |= {name: x for name, x in schedule._asdict().items() if x is not None}
         tensors["bad"] = self.fixed["nothing"].new_empty(pair.marks)
-        aligned = self.compiled and _aligned(tensors)
         pair.fast.run(tensors, self.compiled, aligned)
         if pair.careful is not None:
             pair.careful.run(tensors, self.compiled, aligned)

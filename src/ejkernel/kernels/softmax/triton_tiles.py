@@ -192,6 +192,12 @@ def tile_of(p, o_q, o_k, S, AXES: tl.constexpr):
 
 
 @triton.jit
+def floor_div(x, N: tl.constexpr):
+    """Division that rounds down, as Triton's does not: positions before the first key are negative."""
+    return tl.where(x >= 0, x, x - (N - 1)) // N
+
+
+@triton.jit
 def head_options(
     p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h,
     C: tl.constexpr,
@@ -224,10 +230,7 @@ def visible(o_q, o_k, options, T, S, C: tl.constexpr):
     if C.HI is not None:
         m_seen &= b_kp - b_qp <= C.HI
     if C.CHUNK is not None:
-        # floor division: positions before the first key are negative
-        b_qc = tl.where(b_qp >= 0, b_qp, b_qp - (C.CHUNK - 1)) // C.CHUNK
-        b_kc = tl.where(b_kp >= 0, b_kp, b_kp - (C.CHUNK - 1)) // C.CHUNK
-        m_seen &= b_qc == b_kc
+        m_seen &= floor_div(b_qp, C.CHUNK) == floor_div(b_kp, C.CHUNK)
     if C.Q_SEGMENTS:
         b_qs = tl.load(p_q_seg + o_q, mask=m_q, other=-1)
         b_ks = tl.load(p_k_seg + o_k, mask=m_k, other=-2)
