@@ -13,7 +13,9 @@ from ejkernel.about.benchmark import FORWARD, LEARNING_RATE, TRAINING, passes_of
 from ejkernel.about.quiet import Quiet
 from ejkernel.bench import measure
 from ejkernel.bench.contenders import choice
+from ejkernel.cli.bench import Options, _measured
 from ejkernel.cli.main import app
+from ejkernel.kernels.softmax.about import FAMILY as SOFTMAX
 from ejkernel.models.about import FAMILY
 from ejkernel.models.cases import TRAINED, Case, Model, all_cases
 from ejkernel.models.ours import decoding, training
@@ -95,3 +97,12 @@ def test_who_takes_part():
     assert named["jax-nn"].refusal(packed) == "its logits would take 32 GiB"
     assert named["jax-cudnn"].refusal(packed) is None and named["jax-cudnn"].refusal(decode) is None
     assert named["fa4"].refusal(decode) == "it has no call for a token against a cache"
+
+
+@pytest.mark.parametrize("family, several", [(FAMILY, False), (SOFTMAX, True)])
+def test_on_a_gpu_a_model_is_compiled_beside_nobody_who_measures(family, several, monkeypatch):
+    used = []
+    monkeypatch.setattr(measure, "measure_here", lambda *_: used.append(False) or [])
+    monkeypatch.setattr(measure, "measure_in_processes", lambda *_: used.append(True) or [])
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert list(_measured(family, "gpu", [], [], Options(), float("inf"))) == [] and used == [several]

@@ -141,6 +141,8 @@ class Benchmark:
         trained: the arrays that a backward has gradients for, `d` before their names; `dout` among the arrays is the
             gradient of the output.
         chain: (case, pass) to what `jax_program` is given, for calls that are short.
+        side_by_side: whether a case may be compiled while another is measured: not where XLA has large matmuls of its
+            own, which it tries on the GPU to choose among them.
     """
 
     help: str
@@ -150,6 +152,7 @@ class Benchmark:
     peers: Callable[[], list[Contender]]
     trained: tuple[str, ...] = ()
     chain: Callable[[Any, str], Chain | None] = _no_chain
+    side_by_side: bool = True
 
 
 def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, ...]) -> Callable[[Arrays], Arrays]:

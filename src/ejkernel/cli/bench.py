@@ -46,7 +46,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --json h
 Kept = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")]
 Jobs = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes that compile side by side; by default 1, on a GPU up to 14."),
+    typer.Option(min=1, help="Processes that compile side by side; by default 1, on a GPU mostly up to 14."),
 ]
 
 
@@ -257,9 +257,11 @@ def _measured(
     from ejkernel.bench.measure import Job, measure_here, measure_in_processes
 
     # a TPU belongs to one process, and on a CPU what compiles would slow what is measured
-    jobs = options.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if backend == "gpu" else 1)
+    benchmark = benchmark_of(family)
+    several = backend == "gpu" and benchmark.side_by_side
+    jobs = options.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if several else 1)
     if jobs == 1:
-        yield from measure_here(benchmark_of(family), cases, contenders, options.repeats, deadline)
+        yield from measure_here(benchmark, cases, contenders, options.repeats, deadline)
         return
     # PyTorch's own pool of compilers, in every process, would be too many
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -17,5 +17,6 @@ FAMILY = Family(
         platforms={"cpu": ("auto",), "gpu": ("auto",), "tpu": ("auto",)},
         peers=peers,
         trained=TRAINED,
+        side_by_side=False,
     ),
 )

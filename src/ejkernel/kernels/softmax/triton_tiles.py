@@ -245,7 +245,7 @@ def visible(o_q, o_k, options, T, S, C: tl.constexpr):
         m_seen = tl.load(p_cells, mask=m_cells, other=0) != 0
     elif C.PATTERN_Q is not None:
         p_cells = p_pattern + (o_q // C.PATTERN_Q) * tl.cdiv(S, C.PATTERN_K) + o_k // C.PATTERN_K
-        m_seen &= tl.load(p_cells, mask=m_q & m_k, other=0) != 0
+        m_seen = tl.load(p_cells, mask=m_seen, other=0) != 0
     return m_seen
 
 
