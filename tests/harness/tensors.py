@@ -1,13 +1,32 @@
 """Attention of tensors as it is defined: the whole matrix, in float64, differentiated by PyTorch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from ejkernel.ops import interpret
 from tolerances import assert_close
+
+# where tensors are computed with: on a CPU by its own code or in Triton's interpreter, or on a GPU
+IMPLEMENTATIONS = ("cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def running(implementation: str) -> AbstractContextManager[None]:
+    return interpret() if implementation == "interpreted" else nullcontext()
+
+
+def placed(implementation: str, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`attend` on tensors of the CPU, wherever it computes."""
+
+    def moved(**tensors: Tensor) -> Any:
+        return tuple(x.cpu() for x in attend(**{name: x.cuda() for name, x in tensors.items()}))
+
+    return moved if implementation == "cuda" else attend
 
 
 def dense(

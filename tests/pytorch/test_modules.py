@@ -4,18 +4,17 @@ import copy
 import io
 import pickle
 import warnings
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from dkernel import LocalStrideSparseAttention, SparseAttention, combine_attn_partitions, get_sparse_attn_mask
-from ejkernel.ops import interpret
 from ejkernel.torch import flash_attention
 from ejkernel.types import BlockPattern
+from harness.tensors import running
 
-IMPLEMENTATIONS = {"cpu": nullcontext, "interpreted": interpret}
+IMPLEMENTATIONS = ("cpu", "interpreted")
 H, T, D, BLOCK = 4, 70, 16, 16
 
 
@@ -106,7 +105,7 @@ def test_equal_patterns_are_one_and_others_are_not():
 def test_chunks_and_decoding_continue_a_prefill(implementation):
     module, (q, k, v) = local(num_kv_heads=2), qkv(B=1, Hkv=2)
     whole = module(q, k, v)
-    with IMPLEMENTATIONS[implementation]():
+    with running(implementation):
         chunk = module(q[:, 30:50], k[:, :50], v[:, :50])
         one = module(q[:, 49:50], k[:, :50], v[:, :50])
         cache = module(q[:, 49:50], k, v, seqlens=torch.tensor([50]))
@@ -143,7 +142,7 @@ def test_nan_in_padding_reaches_nothing(implementation):
         for x in tensors:
             x[0, 33:] = poison
         leaves = [x.requires_grad_() for x in tensors]
-        with IMPLEMENTATIONS[implementation]():
+        with running(implementation):
             out, lse = module(*leaves, seqlens=lengths, return_lse=True)
             weights = torch.cos(torch.arange(out.numel())).reshape(out.shape)
             if poison != 0.0:
@@ -160,7 +159,7 @@ def test_a_nan_that_is_seen_shows_and_no_other_row_does(implementation):
     module, (q, k, v) = local(heads=2, homo_head=True), qkv(B=1, H=2)
     shown = torch.tensor(module.pattern.blocks[0, :, 20 // BLOCK]).repeat_interleave(BLOCK)[:T]
     seen = shown & (torch.arange(T) >= 20)
-    with torch.no_grad(), IMPLEMENTATIONS[implementation]():
+    with torch.no_grad(), running(implementation):
         v[0, 20] = float("nan")
         out = module(q, k, v)
     assert torch.equal(out.isnan().all(-1).all(-1)[0], seen) and torch.equal(out.isnan().any(-1).any(-1)[0], seen)
@@ -200,7 +199,7 @@ def test_strided_tensors_are_taken_as_they_are(implementation):
     module = local(heads=2)
     random = torch.Generator().manual_seed(0)
     fused = torch.randn((1, 20, 3, 2, D), generator=random, requires_grad=True)
-    with IMPLEMENTATIONS[implementation]():
+    with running(implementation):
         q, k, v = fused.unbind(2)
         out = module(q, k, v)
         expected = module(*(x.contiguous() for x in (q, k, v)))
@@ -280,7 +279,7 @@ def test_float8_is_what_it_stands_for(dtype, implementation):
     """Computed in bfloat16, of which every float8 number is one: the answer is that of the converted inputs."""
     module, tensors = local(heads=2), [x.detach() for x in qkv(B=1, T=40, H=2)]
     q, k, v = (x.to(dtype) for x in tensors)
-    with IMPLEMENTATIONS[implementation]():
+    with running(implementation):
         out = module(q, k, v)
         expected = module(*(x.bfloat16() for x in (q, k, v)))
         mixed = module(tensors[0].half(), k, v)

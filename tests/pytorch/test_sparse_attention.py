@@ -1,7 +1,6 @@
-"""Block-sparse attention of tensors against its definition: on CPU tensors, and CUDA's launches in the interpreter."""
+"""Block-sparse attention of tensors against its definition: on CPUs, on GPUs, and GPUs' launches in the interpreter."""
 
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ejkernel.ops import interpret
 from ejkernel.torch import SparseAttention
-from harness.tensors import check, dense
-
-IMPLEMENTATIONS = {"cpu": nullcontext, "interpreted": interpret}
+from harness.tensors import check, dense, placed, running
 
 
 def pattern(heads: int, blocks: int, seed: int = 0, density: float = 0.5) -> np.ndarray:
@@ -122,7 +118,7 @@ CASES = [
     Case("shared-pattern", heads=1, B=2),
     Case("not-causal", T=40, causal=False),
     Case("blocks-of-64-in-small-tiles", T=100, block=64),
-    Case("blocks-of-16-in-large-tiles", T=100, tile=(64, 64)),
+    Case("blocks-of-16-in-large-tiles", T=100, H=4, Hkv=2, tile=(64, 64)),
     Case("tiles-across-blocks", T=100, H=1, block=32, tile=(64, 16)),
     Case("gqa-pattern-per-key-head", H=4, Hkv=2, heads=2),
     Case("gqa-pattern-per-query-head", H=4, Hkv=2),
@@ -153,22 +149,27 @@ CASES = [
 
 # what the interpreter, which takes long, is given: every way into the kernels once
 CORE = (
-    "odd-length", "not-causal", "tiles-across-blocks", "gqa-pattern-per-key-head", "Dv-wider", "heads-first-gqa",
-    "bfloat16", "decode", "decode-lengths", "decode-heads-first", "chunk-lengths", "more-queries-than-keys",
-    "both-paddings", "packed-padding", "packed-mixed",
+    "odd-length", "not-causal", "blocks-of-16-in-large-tiles", "tiles-across-blocks", "gqa-pattern-per-key-head",
+    "Dv-wider", "heads-first-gqa", "bfloat16", "decode", "decode-lengths", "decode-heads-first", "chunk-lengths",
+    "more-queries-than-keys", "both-paddings", "packed-padding", "packed-mixed",
 )  # fmt: skip
-RUNS = [(case, name) for case in CASES for name in IMPLEMENTATIONS if name == "cpu" or case.id in CORE]
+RUNS = [
+    *(pytest.param(case, "cpu", id=f"{case.id}-cpu") for case in CASES),
+    *(pytest.param(case, "interpreted", id=f"{case.id}-interpreted") for case in CASES if case.id in CORE),
+    *(pytest.param(case, "cuda", id=f"{case.id}-cuda", marks=pytest.mark.gpu) for case in CASES),
+]
 
 
-@pytest.mark.parametrize(("case", "implementation"), RUNS, ids=[f"{case.id}-{name}" for case, name in RUNS])
+@pytest.mark.parametrize(("case", "implementation"), RUNS)
 def test_outputs_and_gradients(case, implementation):
     tensors = case.tensors()
     seen = case.seen()
     random = torch.Generator().manual_seed(2)
     out = torch.randn((case.B, case.T, case.H, case.Dv or case.D), generator=random)
     lse = torch.randn((case.B, case.H, case.T), generator=random)
-    with IMPLEMENTATIONS[implementation]():
-        check(case.attend, lambda q, k, v: dense(q, k, v, seen, case.scale), tensors, (out, lse))
+    with running(implementation):
+        attend = placed(implementation, case.attend)
+        check(attend, lambda q, k, v: dense(q, k, v, seen, case.scale), tensors, (out, lse))
 
 
 def test_work_on_a_cpu_is_that_of_the_visited_tiles(monkeypatch):
