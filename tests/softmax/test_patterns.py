@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.softmax import triton
+from ejkernel.kernels.softmax.spec import Band, Spec
 from ejkernel.modules import blocksparse_attention, flash_attention
-from ejkernel.ops import interpret
+from ejkernel.ops import Call, interpret
 from ejkernel.types import BlockPattern, MaskInfo
 
 T, H = 200, 4
@@ -33,6 +35,24 @@ def test_local_stride_in_blocks_of_any_size(block_size):
     q, k, v = qkv()
     expected = flash_attention(q, k, v, mask_info=dense(pattern))
     np.testing.assert_allclose(blocksparse_attention(q, k, v, block_mask=pattern), expected, atol=2e-6)
+
+
+def test_lists_of_narrow_blocks_have_wider_pieces_where_they_would_be_long(monkeypatch):
+    def piece(T):
+        pattern = jax.ShapeDtypeStruct((1, 32, T // 16, T // 16), bool)
+        shapes = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct((1, T, 32, 128), "bfloat16"))
+        spec = Spec(scale=1.0, band=Band(None, 0), pattern_block=(16, 16))
+        return triton.piece_of(Call(spec, {**shapes, "pattern": pattern}), triton.Tile(64, 64, 4, 2))
+
+    assert [piece(T) for T in (8192, 32768, 65536, 131072)] == [16, 16, 32, None]
+    # and what they hold is found in them
+    monkeypatch.setattr(triton, "_MOST_LISTED", 4 * 7 * 4)
+    pattern = BlockPattern.local_stride(H, 13, local_blocks=1, vert_stride=4, block_size=16)
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv(Hkv=2))
+    with interpret():
+        found = blocksparse_attention(q, k, v, block_mask=pattern, platform="triton")
+    expected = flash_attention(q, k, v, mask_info=dense(pattern))
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
 def test_a_pattern_in_the_program_is_not_evaluated_by_the_compiler():

@@ -103,7 +103,7 @@ def test_those_after_a_nan_fit(target, D):
 
 @pytest.mark.parametrize("kind", ["pattern", "bias-and-mask"])
 def test_more_arrays_fit(kind):
-    """Their tiles pass through shared memory as well; on smaller GPUs the tiles leave room enough."""
+    """Those of a bias or mask pass through shared memory as well; on smaller GPUs the tiles leave room enough."""
     launches, careful = default_launches("sm_90", "bfloat16", 256, kind)
     listed = [[dict(launch.constexprs)["C"].LISTS for launch, _ in some] for some in (launches, careful)]
     assert any(listed[0]) and careful and not any(listed[1])  # lists of the small tiles after a nan would be large

@@ -199,8 +199,8 @@ def target_of(device: torch.device) -> Target:
 
 
 _MOST_HEADS = 2**16 - 1
-# keys of a tile
-_FEWEST_KEYS = 32
+# the narrowest tile of dk and dv
+_FEWEST_ROWS = 32
 # of the launches that make a schedule: tokens of one program of the first, blocks of one step of the second
 _TOKENS = 2048
 _BLOCKS = 1024
@@ -285,7 +285,7 @@ class Program:
         Four warps are enough for 64 keys, and their registers for 32 queries of a wide head.
         """
         pattern: Any = self.pattern
-        width = max(pattern.block_size, _FEWEST_KEYS)
+        width = max(pattern.block_size, _FEWEST_ROWS)
         if width >= tile.block_k:
             return tile
         narrow = replace(tile, block_k=power_of_two(width), warps=4)

@@ -368,7 +368,7 @@ def in_order(call: Call, block_q: int, block_k: int, piece: int, xp: Any = jnp) 
 
     A block visits what any of its pieces needs. So those that many more queries see than usual (stripes) come first
     and together, where that is less in all than with pieces as they lie. The last block is filled up with pieces past
-    the end.
+    the end, and masked for them.
     """
     dims = dimensions(call)
     some, every = maps(call, block_q, piece, "k", xp)
@@ -383,8 +383,8 @@ def in_order(call: Call, block_q: int, block_k: int, piece: int, xp: Any = jnp) 
     def joined(order: Any) -> tuple[Any, Any]:
         at = xp.repeat(order, H // heads, axis=1)[..., None]
         fill = ((0, 0), (0, 0), (0, -n % (block_k // piece)), (0, 0))
-        parts = [xp.pad(xp.take_along_axis(x, at, axis=2), fill, constant_values=v) for x, v in ((some, 0), (every, 1))]
-        some_of, every_of = (x.reshape(B, H, -1, block_k // piece, m) for x in parts)
+        ordered = (xp.pad(xp.take_along_axis(x, at, axis=2), fill) for x in (some, every))
+        some_of, every_of = (x.reshape(B, H, -1, block_k // piece, m) for x in ordered)
         return xp.any(some_of, axis=3), xp.all(every_of, axis=3)
 
     def visits(order: Any) -> Any:

@@ -80,8 +80,7 @@ _HOPPER_WITH_ARRAYS = {
     128: (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
     256: (((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2)),) * 2,
 }
-# for calls with a pattern: rows are short, and small tiles share a core. A pattern's cells pass through shared memory
-# once: no room for a third stage of 256 columns beside them
+# for calls with a pattern: rows are short, and small tiles share a core
 _HOPPER_WITH_PATTERN = {
     64: (((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
     128: (((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
@@ -120,11 +119,22 @@ def default_config(call: Call) -> Config:
     return Config(*tiles)
 
 
+# entries of four bytes; a list of tiles may have more, one of pieces is one of wider pieces then
+_MOST_LISTED = 2**26
+
+
 def piece_of(call: Call, tile: Tile) -> int | None:
-    """How many keys lie together where a tile is put together from blocks of a pattern narrower than it is."""
+    """How many keys lie together where a tile is put together from blocks of a pattern narrower than it is.
+
+    They may be several blocks, so that lists, which have an entry for each, stay within `_MOST_LISTED`.
+    """
+    # the index of a maximum is counted from a tile's first key, which pieces have not
     if "pattern" not in call or "mask" in call or call.spec.with_argmax:
         return None
-    width = call.spec.pattern_block[1]
+    B, H, _, _ = call["pattern"].shape
+    dims, width = dimensions(call), call.spec.pattern_block[1]
+    while B * H * -(-dims.T // tile.block_q) * -(-dims.S // width) > _MOST_LISTED:
+        width *= 2
     return width if 16 <= width < tile.block_k and tile.block_k % width == 0 else None
 
 

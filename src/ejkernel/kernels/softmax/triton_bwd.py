@@ -108,7 +108,7 @@ def dq_kernel(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
     i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
-    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK // C.PIECES), C.LISTS)
+    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.LISTED), C.LISTS)
     n_free, n_listed = block_counts(p_row, C.LISTS)
     n_unmasked, n_all = tile_counts(n_free, n_listed, C)
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
@@ -155,14 +155,14 @@ def dkv_kernel(
     i_row = tl.program_id(0)
     i_b, i_hk = tl.program_id(1) // C.HK, tl.program_id(1) % C.HK
     # where the keys of this program lie: one run, or pieces in an order in which like ones are together
-    o_piece = i_row * C.PIECES + tl.arange(0, C.PIECES)
+    o_mark = i_row * C.PIECES + tl.arange(0, C.PIECES)
     i_k = i_row * C.BK
     o_k = i_k + tl.arange(0, C.BK)
     if C.PIECE is not None:
         p_order += i_b * s_order_b + i_hk * s_order_h
         i_k = tl.load(p_order + i_row * C.PIECES) * C.PIECE
         o_k = tl.load(p_order + o_k // C.PIECE) * C.PIECE + o_k % C.PIECE
-        o_piece = tl.load(p_order + o_piece)
+        o_mark = tl.load(p_order + o_mark)
     if C.GUARD:
         if tl.load(p_flags + tl.program_id(1) * tl.cdiv(S, C.FLAG_ROWS) + i_k // C.FLAG_ROWS) == 0:
             return
@@ -222,9 +222,9 @@ def dkv_kernel(
     if C.VALUE:
         store_keys(p_dv, b_dv, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, C)
     if not C.GUARD:
-        n_pieces = tl.cdiv(S, C.BK // C.PIECES)
+        n_pieces = tl.cdiv(S, C.LISTED)
         b_bad = tl.broadcast_to(tl.maximum(has_nan(b_dk), has_nan(b_dv)), [C.PIECES])
-        tl.store(p_bad + tl.program_id(1) * n_pieces + o_piece, b_bad, mask=o_piece < n_pieces)
+        tl.store(p_bad + tl.program_id(1) * n_pieces + o_mark, b_bad, mask=o_mark < n_pieces)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def forward_kernel(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
     )  # fmt: skip
     i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
-    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.BK // C.PIECES), C.LISTS)
+    p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.LISTED), C.LISTS)
     n_free, n_listed = block_counts(p_row, C.LISTS)
     n_unmasked, n_all = tile_counts(n_free, n_listed, C)
 

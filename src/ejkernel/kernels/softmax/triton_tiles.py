@@ -84,9 +84,14 @@ class Constants:
     HEADS_FIRST: bool = False
     WIDE: tl.dtype | None = None
 
+    # keys of a block of the schedule, and how many such a tile has
+    @property
+    def LISTED(self) -> int:
+        return self.PIECE or self.BK
+
     @property
     def PIECES(self) -> int:
-        return self.BK // (self.PIECE or self.BK)
+        return self.BK // self.LISTED
 
     # how far apart the rows of a head are in q, k, v and out
     @property
@@ -135,7 +140,7 @@ def tile_counts(n_unmasked, n_all, C: tl.constexpr):
 
 @triton.jit
 def listed_keys(p_row, p_list, n, n_listed, S, C: tl.constexpr):
-    """The first key of the n-th tile of a row, and all of them; past the end of a list they are past S."""
+    """The first key of the n-th tile of a row, if they are one run, and all of them; past the end of a list, past S."""
     o = tl.arange(0, C.BK)
     if C.PIECE is None:
         i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
