@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.kernels.softmax.reference import visible
-from ejkernel.kernels.softmax.schedule import Lists, Ranges, by_index, in_order, plan, visited_fraction
-from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.kernels.softmax.schedule import Lists, Ranges, by_index, in_order, plan
+from ejkernel.kernels.softmax.spec import canonicalise, dimensions
 from ejkernel.types import BlockPattern, MaskInfo
 
 B, H = 2, 2
@@ -223,6 +223,14 @@ def test_without_lists_all_that_they_visit_is_visited_with_a_mask(sizes, side):
     for b, h, i in np.ndindex(B, H, len(more[0][0])):
         unmasked, masked = more[b][h][i]
         assert not unmasked and masked >= set.union(*listed[b][h][i])
+
+
+def visited_fraction(call, block_q, block_k):
+    """Visited blocks over all blocks."""
+    schedule = plan(call, block_q, block_k, "q")
+    table = np.asarray(schedule.bounds if isinstance(schedule, Ranges) else schedule.number)
+    visits = table[..., 3] - table[..., 0] if isinstance(schedule, Ranges) else table[..., 1]
+    return float(visits.mean()) / -(-dimensions(call).S // block_k)
 
 
 def test_causal_visits_half():

@@ -87,15 +87,6 @@ def by_index(call: Call, block_q: int, block_k: int, side: Side) -> Ranges:
     return Ranges(ranges)
 
 
-def visited_fraction(call: Call, block_q: int, block_k: int, xp: Any = jnp) -> float:
-    """Visited blocks over all blocks, for a schedule whose arrays are concrete."""
-    schedule = plan(call, block_q, block_k, "q", xp)
-    dims = dimensions(call)
-    table = np.asarray(schedule.bounds if isinstance(schedule, Ranges) else schedule.number)
-    visits = table[..., 3] - table[..., 0] if isinstance(schedule, Ranges) else table[..., 1]
-    return float(visits.mean()) / -(-dims.S // block_k)
-
-
 # Closed form ------------------------------------------------------------------------------------------------
 
 
