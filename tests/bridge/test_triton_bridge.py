@@ -341,6 +341,8 @@ def lowered_for_a_gpu(function, x, monkeypatch):
     monkeypatch.setattr(RecordedCall, "parameters", [])
     text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @triton.*", text)
+    before, after = text.split(call)
+    assert all("stablehlo.optimization_barrier" in part for part in (before, after))  # see `apart`
     (parameters,) = RecordedCall.parameters
     return call, parameters
 
@@ -362,8 +364,8 @@ def test_jax_triton_is_given_aliases(monkeypatch):
     assert re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\]", call) == ["0"]
     (operand,) = re.findall(r"operand_index = (\d+)", call)
     operands = re.findall(r"%\w+", call.split(")")[0])
-    # the array itself, and no other operand is it
-    assert operands[int(operand)] == "%arg0" and operands.count("%arg0") == 1
+    # the array itself behind its barrier, and no other operand is it
+    assert operands[int(operand)] == "%0" and operands.count("%0") == 1
 
 
 @pytest.mark.gpu

@@ -80,6 +80,7 @@ def test_lowers_forward_and_backward(name):
             text = jax.jit(lambda *x: both(*x)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
         kernels = {"forward", "dq", "dkv"} if same_bits else {"forward", "bwd"}
         assert set(re.findall(r"softmax_(\w+?)_mosaic_gpu", text)) == kernels
+        assert text.count("stablehlo.optimization_barrier") >= 2 * len(kernels)  # around each, see `apart`
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

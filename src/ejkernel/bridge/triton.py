@@ -21,6 +21,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 
 from ejkernel.bridge.launch import Launch, Slot
+from ejkernel.ops import apart
 
 Grid = int | tuple[int, ...]
 
@@ -152,10 +153,10 @@ def _abstract_eval(*operands: Any, launch: Launch) -> list[jax.core.ShapedArray]
 
 def _lower(ctx: Any, *operands: Any, launch: Launch) -> Any:
     platforms = tuple(ctx.module_context.platforms)
-    rules = {("cpu",): _interpreted, ("cuda",): _compiled}
+    rules = {("cpu",): partial(_interpreted, launch), ("cuda",): apart(partial(_compiled, launch))}
     if platforms not in rules:
         raise NotImplementedError(f"{launch.kernel.__name__} is a Triton kernel: it cannot be lowered for {platforms}")
-    return mlir.lower_fun(partial(rules[platforms], launch), multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(rules[platforms], multiple_results=True)(ctx, *operands)
 
 
 mlir.register_lowering(launch_p, _lower)

@@ -1,5 +1,6 @@
 """The framework: operations, the choice of platform and config, tuning, and how both are explained."""
 
+from ejkernel.ops.apart import apart
 from ejkernel.ops.config import use_config
 from ejkernel.ops.dispatch import Steps, run, say_it_has_no_kernel
 from ejkernel.ops.explanation import Explanation, explain
@@ -25,6 +26,7 @@ __all__ = [
     "Steps",
     "Target",
     "TunedConfigs",
+    "apart",
     "autotune",
     "deterministic",
     "device_kind",

@@ -1,6 +1,7 @@
 """FlashAttention-4's kernels, through the package fa4-jax, for exactly the calls they can do."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.gradients import output_cotangent
 from ejkernel.kernels.softmax.spec import Spec, dimensions
-from ejkernel.ops import Call, Implementation
+from ejkernel.ops import Call, Implementation, apart
 from ejkernel.ops.sharding import varying_like
 
 Arrays = dict[str, jax.Array]
@@ -110,7 +111,8 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 
     B, T, _, H, _, _, Dv = dimensions(call)
     qkv = _tokens(call, call["query"], call["key"], call["value"])
-    out, lse = fa4_fwd_p.bind(*qkv, *_lengths(call), cfg=_options(call), need_lse=True)
+    kernel = partial(fa4_fwd_p.bind, cfg=_options(call), need_lse=True)
+    out, lse = apart(kernel)(*qkv, *_lengths(call))
     lse = lse.reshape(H, B, T).swapaxes(0, 1) if "q_offsets" in call else lse
     outputs = varying_like({"out": out.reshape(B, T, H, Dv), "lse": lse}, call.arrays)
     return outputs, outputs
@@ -125,7 +127,8 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     lse = lse.swapaxes(0, 1).reshape(lse.shape[1], -1) if "q_offsets" in call else lse
     qkv = _tokens(call, *(call[name] for name in names))
     out, dout = _tokens(call, residuals["out"], output_cotangent(residuals, cotangents))
-    found = fa4_vjp_p.bind(*qkv, out, lse, dout, *_lengths(call), cfg=_options(call), has_d_lse=False)
+    kernel = partial(fa4_vjp_p.bind, cfg=_options(call), has_d_lse=False)
+    found = apart(kernel)(*qkv, out, lse, dout, *_lengths(call))
     gradients = {name: x.reshape(call[name].shape) for name, x in zip(names, found, strict=True)}
     return varying_like(gradients, call.arrays)
 

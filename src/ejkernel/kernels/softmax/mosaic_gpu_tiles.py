@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE, Piece, entries, tile_sizes
 from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
-from ejkernel.ops import Call
+from ejkernel.ops import Call, apart
 
 LOG2_E = 1.4426950408889634
 
@@ -466,7 +466,7 @@ def launch(
     def entry(*refs: Any) -> None:
         body(*refs[: -len(names)], **dict(zip(names, refs[-len(names) :], strict=True)))
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         entry,
         out_type=out_type,
         scratch_types=list(scratch.values()),
@@ -483,3 +483,4 @@ def launch(
         ),
         kernel_name=name,
     )
+    return apart(kernel)
