@@ -181,7 +181,11 @@ def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, 
 
 
 def jax_program(
-    function: Callable[[Arrays], Arrays], arrays: Arrays, quiet: Quiet, chain: Chain | None = None
+    function: Callable[[Arrays], Arrays],
+    arrays: Arrays,
+    quiet: Quiet,
+    chain: Chain | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Program:
     """Compile a function of named arrays.
 
@@ -189,7 +193,7 @@ def jax_program(
     calls, in which these results of each are the next one's arrays, and times that.
     """
     start = time.perf_counter()
-    compiled = jax.jit(function).lower(arrays).compile()
+    compiled = jax.jit(function).lower(arrays).compile(compiler_options)
     compiling = time.perf_counter() - start
     timed, links = compiled, 1
     if chain is not None:
@@ -204,7 +208,7 @@ def jax_program(
             unroll = len(results_of) > 1
             return jax.lax.fori_loop(0, links, link, {array: arrays[array] for array in results_of}, unroll=unroll)
 
-        timed = jax.jit(chained).lower(arrays).compile()
+        timed = jax.jit(chained).lower(arrays).compile(compiler_options)
 
     def seconds(calls: int) -> float:
         runs = -(-calls // links)

@@ -68,9 +68,14 @@ def _contender(
             own = partial(attend, arrays)
             return losses(case, weights, arrays["tokens"], arrays["targets"], own, case.dtype)
 
-        return jax_program(passes_of(whole, what, TRAINED), arrays, quiet)
+        return jax_program(passes_of(whole, what, TRAINED), arrays, quiet, compiler_options=_options())
 
     return Contender(key, name, build, missing, refusal)
+
+
+def _options() -> dict[str, Any]:
+    """XLA fuses slices into kernels' calls, by which some run twice in a loop over layers, or wrong (see `apart`)."""
+    return {"xla_gpu_enable_dynamic_slice_fusion": False} if jax.default_backend() == "gpu" else {}
 
 
 @jax.jit
