@@ -625,6 +625,22 @@ def test_a_few_of_those_measured_are_shown():
     assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)
 
 
+def test_runs_of_one_device_are_shown_as_one(tmp_path):
+    kept = Path(__file__).parents[2] / "benchmarks"
+    both = [kept / f"{name}_nvidia_h200.json" for name in ("model", "softmax")]
+    result = run("show", *map(str, both), "--case", "16 documents|documents 16", "--plot", str(tmp_path / "both.svg"))
+    assert result.exit_code == 0
+    picture = (tmp_path / "both.svg").read_text()
+    assert 0 < picture.index("training, ") < picture.index("masked, ")  # in the order of the runs
+    assert "tokamax Mosaic: not installed" not in said(result)  # it was in one of them
+
+    other = json.loads(both[1].read_text())
+    other["machine"]["device"] = "1 x nvidia_a100 (sm_80)"
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    result = run("show", str(both[0]), str(tmp_path / "other.json"))
+    assert result.exit_code == 2 and "their devices differ: 1 x nvidia_h200 (sm_90), 1 x nvidia_a100" in said(result)
+
+
 def test_who_measures_is_alone_on_the_device(tmp_path):
     """Two may tune at a time; nobody measures meanwhile, and nobody tunes while one measures."""
     lock = str(tmp_path / "lock")

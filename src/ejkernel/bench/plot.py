@@ -26,13 +26,14 @@ FEW = 2
 def _rows(found: Document) -> list[tuple[str, list[str], str]]:
     """(title, cases, unit) of each row of panels: cases that differ in head dim and mask alone, times before rates.
 
-    Those of a group that has only few of each length differ in that too.
+    Those of a group that has only few of each length differ in that too. Runs that were joined come in their order.
     """
-    rows: dict[tuple[str, str], dict[int, list[str]]] = {}
+    rows: dict[tuple[int, bool, str, str], dict[int, list[str]]] = {}
     for name, facts in found["cases"].items():
-        rows.setdefault((facts["unit"], facts["group"]), {}).setdefault(facts.get("T", 0), []).append(name)
+        key = (facts.get("run", 0), facts["unit"] != "ms", facts["unit"], facts["group"])
+        rows.setdefault(key, {}).setdefault(facts.get("T", 0), []).append(name)
     found_rows = []
-    for (unit, group), lengths in sorted(rows.items(), key=lambda row: (row[0][0] != "ms", row[0])):
+    for (_, _, unit, group), lengths in sorted(rows.items()):
         together = [lengths[T] for T in sorted(lengths)]
         if max(map(len, together)) <= FEW:
             together = [[case for cases in together for case in cases]]

@@ -129,6 +129,28 @@ def only(found: Document, wanted: Callable[[str], bool], among: Callable[[str], 
     return found | {"cases": cases, "contenders": contenders, "results": results}
 
 
+def joined(runs: list[Document]) -> Document:
+    """Several runs of one device as one, theirs in order; `ValueError` where their devices differ."""
+    first, *rest = runs
+    if not rest:
+        return first
+    devices = list(dict.fromkeys(run["machine"]["device"] for run in runs))
+    if len(devices) > 1:
+        raise ValueError(f"their devices differ: {', '.join(devices)}")
+    together: Document = dict(first)
+    for name in ("machine", "contenders", "missing"):
+        together[name] = {key: value for run in reversed(runs) for key, value in run[name].items()}
+    # who is missing in one of them may be in another
+    together["missing"] = {name: why for name, why in together["missing"].items() if name not in together["contenders"]}
+    cases = [(name, facts | {"run": n}) for n, run in enumerate(runs) for name, facts in run["cases"].items()]
+    together["cases"] = dict(cases)
+    together["results"] = [result for run in runs for result in run["results"]]
+    together["complete"] = all(run["complete"] for run in runs)
+    together["date"] = " and ".join(sorted({run["date"] for run in runs}))
+    together["benchmark"] = ", ".join(run["benchmark"] for run in runs)
+    return together
+
+
 # Verdicts ---------------------------------------------------------------------------------------------------
 
 

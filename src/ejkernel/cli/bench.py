@@ -274,17 +274,20 @@ def _measured(
 
 
 def show(
-    file: Kept,
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="What --json kept; several join.")],
     case: CaseFilter = None,
     contender: Annotated[str | None, typer.Option(help="Only contenders whose name matches it.")] = None,
     plot: Plot = None,
     tuned: Tuned = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
 ) -> None:
-    """Show a run that was kept."""
+    """Show a run that was kept, or several of one device as one."""
     from ejkernel.bench import report
 
-    loaded = _loaded(file)
+    try:
+        loaded = report.joined([_loaded(file) for file in files])
+    except ValueError as error:
+        raise typer.BadParameter(f"{', '.join(map(str, files))} cannot be shown as one: {error}") from None
     found = report.only(loaded, _matching(case), _matching(contender, "--contender"))
     for what, pattern in (("case", case), ("contender", contender)):
         if not found[f"{what}s"]:
