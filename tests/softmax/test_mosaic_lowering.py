@@ -46,6 +46,8 @@ CASES = {
     "D128-pattern-64-segments": {"D": 128, "pattern": 64, "segments": True, "causal": True, "sinks": True},
     "D256-pattern-64-causal": {"D": 256, "pattern": 64, "causal": True},
     "D96-pattern-128-window": {"D": 96, "pattern": 128, "causal": True, "sliding_window": 200},
+    "D128-many-tiles-segments-ordered": {"D": 128, "T": 4096, "H": 8, "segments": True, "causal": True},
+    "D64-many-tiles-pattern-ordered": {"D": 64, "T": 4096, "H": 8, "pattern": 64, "causal": True},
 }
 
 
@@ -70,12 +72,13 @@ def test_lowers_forward_and_backward(name):
     def both(query, key, value):
         call = canonicalise(query, key, value, **options).on(HOPPER)
         assert mosaic_gpu.unsupported(call) == []
-        config = replace(mosaic_gpu.default_config(call), **fused)
+        config = replace(mosaic_gpu.default_config(call), **kind)
         outputs, residuals = mosaic_gpu.forward(call, config)
         return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
 
     for same_bits in (False, True) if CASES[name]["D"] == 128 and mosaic_gpu.CAN_ADD else (True,):
-        fused = {"fused": True} if not same_bits else {}
+        kind = {"fused": True} if not same_bits else {}
+        kind |= {"ordered": "ordered" in name}
         with deterministic(same_bits):
             text = jax.jit(lambda *x: both(*x)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
         kernels = {"forward", "dq", "dkv"} if same_bits else {"forward", "bwd"}
@@ -119,6 +122,34 @@ def test_programs_share_the_tiles(B, T, H, cores, causal, side):
         blocks = blocks[::-1] if side == "k" else blocks
         work = np.where(found[..., 0] >= 0, blocks[found[..., 2]], 0).sum(1)
         assert work.max() - work.min() <= blocks[0] + blocks[-1]
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_programs_share_tiles_of_unknown_length(shape, side):
+    """In their order, the longest first, every tile is somebody's, once, and programs have about the same work."""
+    B, H, Hkv, tiles, cores = 2, 4, 2, 23, 7
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, 5, (*shape, tiles))
+    bounds = np.stack([first, first, first, first + rng.integers(0, 40, first.shape)], -1).astype(np.int32)
+    heads = H if side == "q" else Hkv
+    walk = Walk.of(B, heads, tiles, Runs(None, True, True, True), side, cores, ordered=True)
+    assert walk.ordered and walk.programs == cores
+    order = walk.order(jnp.asarray(bounds))
+
+    def mine(_):
+        def put(n, found):
+            return found.at[n].set(jnp.stack(walk.place(n, order)))
+
+        return jax.lax.fori_loop(0, walk.count(), put, jnp.full((walk.units // cores + 1, 3), -1))
+
+    found = np.asarray(jax.vmap(mine, axis_name="program")(jnp.arange(cores)))
+    taken = found[found[..., 0] >= 0]
+    assert len(taken) == len(np.unique(taken, axis=0)) == B * heads * tiles
+    blocks = np.broadcast_to(bounds[..., 3] - bounds[..., 0], (B, H, tiles))
+    blocks = blocks if side == "q" else blocks.reshape(B, Hkv, H // Hkv, tiles).sum(2)
+    work = np.where(found[..., 0] >= 0, blocks[tuple(np.moveaxis(found, -1, 0))], 0).sum(1)
+    assert work.max() - work.min() <= blocks.max()
 
 
 ONE_KERNEL = [(128, {"fused": True})] if mosaic_gpu.CAN_ADD else []

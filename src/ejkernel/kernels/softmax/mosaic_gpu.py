@@ -51,6 +51,7 @@ class Config:
             has `dkv_stages`, and blocks of 64 queries.
         semantics: which of Mosaic's two lowerings to use.
         persistent: as many programs as cores, where a fixed deal of tiles is fair.
+        ordered: and where only the device knows how much a tile visits, a deal of tiles in order, the longest first.
     """
 
     block_k: int = 128
@@ -63,6 +64,7 @@ class Config:
     fused: bool = False
     semantics: Literal["warpgroup", "lane"] = "warpgroup"
     persistent: bool = True
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         config_ints(self, ("block_k", "dq_block_k", "dkv_block_q"), 64, multiple=64)
@@ -196,6 +198,8 @@ def search_space(call: Call) -> list[Config]:
     base = default_config(call)
     other = replace(base, fused=not base.fused)
     found = [base] if unsupported_config(call, other) else [base, other]
+    if any(name in call for name in ("q_segments", "q_positions", "pattern")):
+        found.append(replace(base, ordered=True))
     for block_k in (64, 128, 256):
         for stages in (2, 3, 4):
             for persistent in (True, False):

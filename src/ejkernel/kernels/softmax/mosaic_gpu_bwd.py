@@ -128,13 +128,13 @@ class _QueryGradient(Gradient):
         apart = results_apart(self.dims.D)
 
         def fetch_own(n) -> None:
-            b, h, i = self.walk.place(n)
+            b, h, i = self.place(refs, n)
             for source, target in ((q_ref, scratch["q_smem"]), (do_ref, scratch["do_smem"])):
                 own = source.at[b, pl.ds(i * 128 + w * 64, 64), h]
                 plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, blocks):
-            b, h, i = self.walk.place(n)
+            b, h, i = self.place(refs, n)
             row = self.runs.row(refs, b, h, i)
             own = pl.ds(i * 128 + w * 64, 64)
             lse, delta = load(lse_ref.at[b, h, own], ROW), load(delta_ref.at[b, h, own], ROW)
@@ -160,7 +160,7 @@ class _QueryGradient(Gradient):
         block, slots = self.config.dq_block_k, self.config.dq_slots
 
         def feed(careful, n, blocks):
-            b, h, i = self.walk.place(n)
+            b, h, i = self.place(refs, n)
             h_kv = lax.div(h, jnp.int32(self.dims.G))
             row = self.runs.row(refs, b, h, i)
 
@@ -230,14 +230,14 @@ class _KeyGradient(QueryLoop):
         D, apart = self.dims.D, results_apart(self.dims.D)
 
         def fetch_own(n) -> None:
-            b, h_kv, i = self.walk.place(n)
+            b, h_kv, i = self.place(refs, n)
             start = self.start(refs, (b, h_kv, i), w)
             for source, target in ((k_ref, scratch["k_smem"]), (v_ref, scratch["v_smem"])):
                 own = source.at[batch_index(source, b), pl.ds(start, 64), h_kv]
                 plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, steps):
-            b, h_kv, i = self.walk.place(n)
+            b, h_kv, i = self.place(refs, n)
             start = self.start(refs, (b, h_kv, i), w)
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["own_ready"].at[w])
@@ -323,12 +323,12 @@ class _SplitKeyGradient(QueryLoop):
             """One gradient: `smem` holds the keys or values only this warpgroup reads, and at the end the result."""
 
             def fetch_own(n) -> None:
-                b, h_kv, i = self.walk.place(n)
+                b, h_kv, i = self.place(refs, n)
                 own = source.at[batch_index(source, b), pl.ds(i * 64, 64), h_kv]
                 plgpu.copy_gmem_to_smem(own, smem, scratch["own_ready"].at[index])
 
             def work(n, steps):
-                b, h_kv, i = self.walk.place(n)
+                b, h_kv, i = self.place(refs, n)
                 rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {}
                 plgpu.barrier_wait(scratch["own_ready"].at[index])
 

@@ -100,13 +100,13 @@ class _Fused(QueryLoop):
         k_smem, v_smem = scratch["k_smem"].at[w], scratch["v_smem"].at[w]
 
         def fetch_own(n) -> None:
-            b, h_kv, i = self.walk.place(n)
+            b, h_kv, i = self.place(refs, n)
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
                 own = source.at[batch_index(source, b), pl.ds(i * 128 + w * 64, 64), h_kv]
                 plgpu.copy_gmem_to_smem(own, target, scratch["own_ready"].at[w])
 
         def work(n, first):
-            b, h_kv, i = self.walk.place(n)
+            b, h_kv, i = self.place(refs, n)
             start = i * 128 + w * 64
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["own_ready"].at[w])

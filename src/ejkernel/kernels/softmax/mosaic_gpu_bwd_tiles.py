@@ -88,7 +88,7 @@ class QueryLoop(Gradient):
             return lax.fori_loop(row[0], row[3], block_of, steps)
 
         def feed(careful, n, steps):
-            b, h_kv, i = self.walk.place(n)
+            b, h_kv, i = self.place(refs, n)
             return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, i, careful))
 
         copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)

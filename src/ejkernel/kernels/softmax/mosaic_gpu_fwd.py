@@ -88,7 +88,7 @@ class _Forward(Kernel):
         block_k, stages = self.config.block_k, self.config.stages
 
         def feed(careful, n, blocks):
-            b, h, i = self.walk.place(n)
+            b, h, i = self.place(refs, n)
             h_kv = lax.div(h, jnp.int32(self.dims.G))
             row = self.runs.row(refs, b, h, i)
 
@@ -118,11 +118,11 @@ class _Forward(Kernel):
             plgpu.barrier_wait(scratch["turn"])
 
         def fetch_queries(n: Any) -> None:
-            b, h, i = self.walk.place(n)
+            b, h, i = self.place(refs, n)
             plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds((2 * i + w) * 64, 64), h], q_smem, scratch["q_ready"].at[w])
 
         def work(n, blocks):
-            b, h, i = self.walk.place(n)
+            b, h, i = self.place(refs, n)
             start = (2 * i + w) * 64
             row = self.runs.row(refs, b, h, i)
             lo, _, _, hi = row

@@ -125,8 +125,9 @@ class Walk:
     Where there are many tiles, as many programs as the device has cores share them: what starts and ends a tile then
     hides behind the work of its neighbours. Each takes every `programs`-th tile, so that programs that run together
     read the same keys. Such a fixed deal is fair if the tiles are alike, or alike in pairs (then a program takes a tile
-    of one head together with its mirror image of the next), and if they go round without much left over. Otherwise
-    every tile has a program, and the hardware deals.
+    of one head together with its mirror image of the next), and if they go round without much left over. Where only the
+    device knows how much a tile visits, it puts them in an order, the longest first (`ordered`), and neighbours in it
+    are alike. Otherwise every tile has a program, and the hardware deals.
     """
 
     tiles: int
@@ -135,10 +136,15 @@ class Walk:
     programs: int
     paired: bool
     reverse: bool
+    ordered: bool = False
 
     @classmethod
-    def of(cls, batch: int, heads: int, tiles: int, runs: Runs, side: schedule.Side, cores: int) -> "Walk":
+    def of(
+        cls, batch: int, heads: int, tiles: int, runs: Runs, side: schedule.Side, cores: int, ordered: bool = False
+    ) -> "Walk":
         count, alike = batch * heads * tiles, runs.constant is not None
+        if ordered and not alike and runs.static is None and 0 < cores < count:
+            return cls(tiles, heads, count, cores, False, False, ordered=True)
         paired = not alike and runs.pairs_alike and batch * heads % 2 == 0
         units = count // 2 if paired else count
         rounds = -(-units // cores) if cores else 0
@@ -159,11 +165,29 @@ class Walk:
         turns = lax.div(self.units - 1 - lax.axis_index("program"), jnp.int32(self.programs)) + 1
         return 2 * turns if self.paired else turns
 
-    def place(self, n: Any) -> tuple[Any, Any, Any]:
+    def order(self, bounds: jax.Array) -> jax.Array:
+        """The numbers of all tiles, int32 (units,), those with the most blocks first; bounds (B|1, H|1, tiles, 4).
+
+        Tiles with the same row of bounds, which are of different batches or heads, stay together.
+        """
+        blocks = bounds[..., 3] - bounds[..., 0]
+        if blocks.shape[1] > self.heads:  # a tile of keys is visited by all heads of a group
+            blocks = blocks.reshape(blocks.shape[0], self.heads, -1, self.tiles).sum(2, dtype=jnp.int32)
+        batch = self.units // (self.heads * self.tiles)
+        rows = jnp.argsort(-blocks.reshape(-1), stable=True).astype(jnp.int32)[:, None, None]
+        tile, row = rows % self.tiles, rows // self.tiles
+        b, h = row // blocks.shape[1], row % blocks.shape[1]
+        b += jnp.arange(batch // blocks.shape[0], dtype=jnp.int32)[:, None]
+        h += jnp.arange(self.heads // blocks.shape[1], dtype=jnp.int32)
+        return (((b * self.heads) + h) * self.tiles + tile).reshape(-1)
+
+    def place(self, n: Any, order: Any = None) -> tuple[Any, Any, Any]:
         """Batch, head and tile of this program's n-th tile."""
         unit = lax.axis_index("program")
         if not self.single:
             unit += (lax.div(n, jnp.int32(2)) if self.paired else n) * self.programs
+        if self.ordered:
+            unit = order[unit]
         head, tile = lax.div(unit, jnp.int32(self.tiles)), lax.rem(unit, jnp.int32(self.tiles))
         if self.reverse:
             tile = self.tiles - 1 - tile
@@ -329,7 +353,8 @@ class Kernel:
         length, heads = (dims.T, dims.H) if side == "q" else (dims.S, dims.Hkv)
         runs = Runs.of(call, *tile_sizes(side, rows, block), side)
         masks = Masks.of(call, side) if runs.masked else Masks()
-        walk = Walk.of(dims.B, heads, -(-length // rows), runs, side, call.target.cores if config.persistent else 0)
+        cores = call.target.cores if config.persistent else 0
+        walk = Walk.of(dims.B, heads, -(-length // rows), runs, side, cores, config.ordered)
         return cls(side, rows, block, dims, config, runs, masks, Logits.of(call), call["query"].dtype, walk)
 
     def operands(self, call: Call) -> dict[str, jax.Array]:
@@ -338,14 +363,20 @@ class Kernel:
         if self.runs.constant is not None:
             return found
         if self.runs.listed:
-            return found | entries(call, self.side, self.rows, self.parts, alike=self.alike)
-        planned: Any = schedule.plan(call, *tile_sizes(self.side, self.rows, self.block), self.side)
-        return {"bounds": jnp.asarray(planned.bounds), **found}
+            found |= entries(call, self.side, self.rows, self.parts, alike=self.alike)
+        else:
+            planned: Any = schedule.plan(call, *tile_sizes(self.side, self.rows, self.block), self.side)
+            found["bounds"] = jnp.asarray(planned.bounds)
+        return found | ({"order": self.walk.order(found["bounds"])} if self.walk.ordered else {})
 
     @property
     def parts(self) -> int:
         """Pieces of a block."""
         return self.block // PIECE if self.runs.listed else 1
+
+    def place(self, refs: dict[str, Any], n: Any) -> tuple[Any, Any, Any]:
+        """Batch, head of the side, and number of this program's n-th tile."""
+        return self.walk.place(n, refs.get("order"))
 
     def start(self, refs: dict[str, Any], place: tuple[Any, Any, Any], half: Any) -> Any:
         """The first row of a half of the tile at this batch, head of the side, and number."""
