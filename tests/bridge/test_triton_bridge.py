@@ -1,6 +1,10 @@
 """Triton from JAX: interpreted on a CPU, and compiled for GPUs that are not there, in one process."""
 
+import gc
+import os
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import jax
@@ -13,6 +17,7 @@ import triton.language as tl
 from jax._src.lib import gpu_triton
 
 from ejkernel.bridge import TARGETS, collect_launches, compile_for, compile_launches, triton_call
+from ejkernel.bridge.triton import _jax_triton
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -326,8 +331,8 @@ class RecordedCall:
         return b""
 
 
-def lowered_for_a_gpu(function, x, monkeypatch):
-    """The program's custom call, and the parameters its kernel would be launched with; no GPU is asked."""
+def pretend_a_gpu(monkeypatch):
+    """Let jax-triton lower for a GPU that is not there."""
     stand_ins = {
         "get_compute_capability": lambda device: 90,
         "get_serialized_metadata": None,
@@ -339,6 +344,11 @@ def lowered_for_a_gpu(function, x, monkeypatch):
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(gpu_triton, name, stand_in, raising=False)
     monkeypatch.setattr(RecordedCall, "parameters", [])
+
+
+def lowered_for_a_gpu(function, x, monkeypatch):
+    """The program's custom call, and the parameters its kernel would be launched with."""
+    pretend_a_gpu(monkeypatch)
     text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @triton.*", text)
     before, after = text.split(call)
@@ -366,6 +376,49 @@ def test_jax_triton_is_given_aliases(monkeypatch):
     operands = re.findall(r"%\w+", call.split(")")[0])
     # the array itself behind its barrier, and no other operand is it
     assert operands[int(operand)] == "%0" and operands.count("%0") == 1
+
+
+def test_programs_are_lowered_in_several_threads(monkeypatch):
+    """Python switches between threads that parse where it collects garbage."""
+    pretend_a_gpu(monkeypatch)
+    x = jax.ShapeDtypeStruct((16,), "float32")
+
+    def lower(n):
+        def function(x):
+            return axpy(x, x, block=2 ** (n % 8), a=float(n))
+
+        return jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(10)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all("custom_call @triton" in text for text in pool.map(lower, range(16)))
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
+
+
+FAKE_JAX_TRITON = """
+import os, time
+os.environ["TRITON_CACHE_DIR"] = ""
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("kept", ["/some/where", None])
+def test_the_cache_folder_stays_where_it_is_in_every_thread(kept, monkeypatch, tmp_path):
+    (tmp_path / "jax_triton.py").write_text(FAKE_JAX_TRITON)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax_triton", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", kept or "")
+    if kept is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: _jax_triton(), range(4)))
+    assert os.environ.get("TRITON_CACHE_DIR") == kept
+    del sys.modules["jax_triton"]
 
 
 @pytest.mark.gpu

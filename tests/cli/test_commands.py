@@ -4,8 +4,10 @@ import io
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Event
 
 import jax
 import pytest
@@ -15,7 +17,6 @@ from typer.testing import CliRunner
 import ejkernel
 from ejkernel import modules
 from ejkernel.about.answers import Error
-from ejkernel.about.family import PublicFunction
 from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.main import _outcome_table, app
 from ejkernel.cli.verify import Outcome, platforms_for
@@ -111,16 +112,16 @@ def test_verify_passes_here():
     assert result.output.count(" ok ") >= 2
 
 
+OTHER = attention("other", "B1 T8 H1 D4", dtype="float32", operation="scaled_dot_product_attention")
 SMALL = attention("small", "B1 T24 H2 D8", dtype="float32", causal=True)
 POOLED = pooling.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
 
 
-def only(monkeypatch, *checks, flash_attention=None):
-    """Some checks alone, and perhaps another function in the place of a public one."""
-    functions = softmax.FAMILY.functions
-    if flash_attention is not None:
-        canonicalise = functions["flash_attention"].canonicalise
-        functions = {**functions, "flash_attention": PublicFunction(flash_attention, canonicalise)}
+def only(monkeypatch, *checks, **others):
+    """Some checks alone, and perhaps other functions in the place of public ones."""
+    functions = dict(softmax.FAMILY.functions)
+    for name, function in others.items():
+        functions[name] = replace(functions[name], where=function)
     monkeypatch.setattr(softmax, "FAMILY", replace(softmax.FAMILY, checks=lambda: [*checks], functions=functions))
     monkeypatch.setattr("ejkernel.ops.registry._FAMILIES", ["ejkernel.kernels.softmax"])
 
@@ -151,12 +152,72 @@ def test_verify_reports_a_crash_and_goes_on(monkeypatch):
             raise NotImplementedError("the kernel is on fire")
         return modules.flash_attention(query, key, value, **options)
 
-    other = attention("other", "B1 T8 H1 D4", dtype="float32", operation="scaled_dot_product_attention")
-    only(monkeypatch, SMALL, other, flash_attention=broken)
+    only(monkeypatch, SMALL, OTHER, flash_attention=broken)
     result = run("verify")
     assert result.exit_code == 1
     assert "the kernel is on fire" in result.output
     assert "1 of 2 checks failed" in result.output
+
+
+def test_verify_compiles_side_by_side_and_says_it_in_order(monkeypatch):
+    """Each waits until the other is traced, and the first is done last."""
+    both, second_is_done = Barrier(2, timeout=60), Event()
+
+    def first(query, key, value, platform=None, **options):
+        if platform is not None:
+            both.wait()
+            assert second_is_done.wait(60)
+        return modules.flash_attention(query, key, value, platform=platform, **options)
+
+    def second(query, key, value, platform=None, **options):
+        if platform is not None:
+            both.wait()
+            second_is_done.set()
+        return modules.scaled_dot_product_attention(query, key, value, platform=platform, **options)
+
+    only(monkeypatch, SMALL, OTHER, flash_attention=first, scaled_dot_product_attention=second)
+    monkeypatch.setattr("ejkernel.cli.verify.os.cpu_count", lambda: 4)
+    result = run("verify", "--platform", "xla")
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^\w+, \w+, xla: ok$", result.output, re.MULTILINE) == [
+        "flash_attention, small, xla: ok",
+        "scaled_dot_product_attention, other, xla: ok",
+    ]
+
+
+def test_verify_takes_times_when_nothing_is_compiled_any_more(monkeypatch):
+    """The peer of the last check among it, which nobody else waits for."""
+    compiling = []
+
+    def slow_peer(call):
+        compiling.append(call)
+        time.sleep(0.5)
+        compiling.remove(call)
+        return call["query"]
+
+    def median_seconds(*_, repeats):
+        assert not compiling
+        return 1.0
+
+    only(monkeypatch, SMALL, replace(OTHER, peer=slow_peer))
+    monkeypatch.setattr("ejkernel.cli.verify.median_seconds", median_seconds)
+    result = run("verify", "--platform", "xla")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("1000.0 ms") == 2 and result.output.count("1.0x") == 2
+
+
+def failing(*_):
+    raise KeyError("no such block")
+
+
+@pytest.mark.parametrize("what", ["definition", "peer"])
+def test_verify_reports_what_else_fails(monkeypatch, what):
+    only(monkeypatch, replace(SMALL, **{what: failing}), OTHER)
+    result = run("verify", "--platform", "xla")
+    assert result.exit_code == 1
+    assert "1 of 2 checks failed" in result.output and "FAILED" in result.output
+    during = "while it was timed: " if what == "peer" else ""
+    assert f"flash_attention, small, xla: {during}KeyError: 'no such block'" in result.output
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU")

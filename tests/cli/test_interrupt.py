@@ -65,3 +65,31 @@ def test_processes_that_measure_leave_it_to_the_one_that_started_them():
         done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
         assert done.stdout == "True\n"
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+COMPILING = """
+import os, signal, sys, time
+from dataclasses import replace
+from ejkernel.cli.main import main
+from ejkernel.kernels.pooling import about
+from ejkernel.modules import mean_pooling
+
+def compiles_for_long(*, platform=None, **options):
+    if platform is not None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(300)
+    return mean_pooling(**options)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+pooled = about.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
+function = replace(about.FAMILY.functions["mean_pooling"], where=compiles_for_long)
+about.FAMILY = replace(about.FAMILY, checks=lambda: [pooled], functions={"mean_pooling": function})
+sys.argv = ["ejkernel", "verify", "mean_pooling"]
+main()
+"""
+
+
+def test_verify_does_not_wait_for_what_is_being_compiled():
+    done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "interrupted\n"

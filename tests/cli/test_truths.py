@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.about.answers import Truth
 from ejkernel.about.quiet import Quiet
 from ejkernel.kernels.linear.about import cases as linear
 from ejkernel.kernels.native_sparse.about import cases as native_sparse
@@ -51,3 +52,15 @@ def test_sums_over_pairs_are_the_recurrence(group):
     for one, other in zip(pairs, tokens, strict=True):
         for name, x in one.items():
             np.testing.assert_allclose(x, other[name], atol=2e-4)
+
+
+def test_errors_on_the_host_are_those_on_the_device():
+    draw = np.random.default_rng(0).standard_normal
+    exact = {"out": draw((3, 5), np.float32)}
+    naive = {"out": exact["out"].astype(jnp.bfloat16)}
+    got = (exact["out"] + 0.01).astype(jnp.bfloat16)
+    there = Truth.of(jax.tree.map(jnp.asarray, exact), jax.tree.map(jnp.asarray, naive))
+    here = Truth.of(exact, naive)
+    assert (here.naive, here.floor) == (there.naive, there.floor)
+    assert here.error("out", got) == there.error("out", jnp.asarray(got))
+    assert not here.error("out", np.full((3, 5), np.nan)).ok

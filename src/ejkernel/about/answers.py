@@ -10,6 +10,8 @@ import numpy as np
 # of the largest value: what float32 sums of some hundred terms in another order may cost
 FLOOR = 64 * float(np.finfo(np.float32).eps)
 
+Array = jax.Array | np.ndarray
+
 
 @dataclass(frozen=True)
 class Error:
@@ -28,8 +30,15 @@ class Error:
         return float("inf") if np.isnan(self.error) else self.error / max(self.limit, 1e-30)
 
 
+def _largest_difference(a: Array, b: Array) -> float:
+    """On the device, or on the host where both are there: that needs no program for their shape."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return float(np.abs(a.astype(np.float32) - b.astype(np.float32)).max())
+    return float(_on_the_device(a, b))
+
+
 @jax.jit
-def _largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+def _on_the_device(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
 
 
@@ -40,18 +49,18 @@ class Truth:
     A result that cancels to zero is judged by the largest value among all of its kind.
     """
 
-    exact: Mapping[str, jax.Array]
+    exact: Mapping[str, Array]
     naive: Mapping[str, float]
     floor: float
 
     @classmethod
-    def of(cls, exact: Mapping[str, jax.Array], naive: Mapping[str, jax.Array], floor: float = FLOOR) -> "Truth":
+    def of(cls, exact: Mapping[str, Array], naive: Mapping[str, Array], floor: float = FLOOR) -> "Truth":
         """`floor` is relative to the largest exact value."""
-        errors = {name: float(_largest_difference(naive[name], exact[name])) for name in exact}
-        return cls(exact, errors, floor * max(float(jnp.abs(x).max()) for x in exact.values()))
+        errors = {name: _largest_difference(naive[name], exact[name]) for name in exact}
+        return cls(exact, errors, floor * max(float(abs(x).max()) for x in exact.values()))
 
-    def error(self, name: str, got: jax.Array) -> Error:
+    def error(self, name: str, got: Array) -> Error:
         exact, naive = self.exact[name], self.naive[name]
         if got.shape != exact.shape:
             raise ValueError(f"{name} has shape {got.shape}, not {exact.shape}")
-        return Error(float(_largest_difference(got, exact)), naive, 2 * naive + self.floor)
+        return Error(_largest_difference(got, exact), naive, 2 * naive + self.floor)

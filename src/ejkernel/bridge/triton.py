@@ -7,8 +7,11 @@ Being a primitive, a launch shows in the jaxpr, which is how `collect_launches` 
 import inspect
 import numbers
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -24,6 +27,11 @@ from ejkernel.bridge.launch import Launch, Slot
 from ejkernel.ops import apart
 
 Grid = int | tuple[int, ...]
+
+# Triton parses what it compiles, and until Python 3.11.8 and 3.12.2 one thread alone can (python/cpython#106905)
+_PARSES_ALONE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
+_COMPILING = threading.RLock() if _PARSES_ALONE else nullcontext()
+_IMPORTING = threading.Lock()
 
 
 def triton_call(
@@ -156,7 +164,8 @@ def _lower(ctx: Any, *operands: Any, launch: Launch) -> Any:
     rules = {("cpu",): partial(_interpreted, launch), ("cuda",): apart(partial(_compiled, launch))}
     if platforms not in rules:
         raise NotImplementedError(f"{launch.kernel.__name__} is a Triton kernel: it cannot be lowered for {platforms}")
-    return mlir.lower_fun(rules[platforms], multiple_results=True)(ctx, *operands)
+    with _COMPILING:
+        return mlir.lower_fun(rules[platforms], multiple_results=True)(ctx, *operands)
 
 
 mlir.register_lowering(launch_p, _lower)
@@ -208,14 +217,15 @@ def _aliases_after_fill(launch: Launch) -> list[tuple[int, int]]:
 
 def _jax_triton() -> ModuleType:
     """jax-triton; importing it blanks (0.3) or removes (0.4) TRITON_CACHE_DIR, which is put back."""
-    kept = os.environ.get("TRITON_CACHE_DIR")
-    try:
-        import jax_triton
-    finally:
-        if kept is None:
-            os.environ.pop("TRITON_CACHE_DIR", None)
-        else:
-            os.environ["TRITON_CACHE_DIR"] = kept
+    with _IMPORTING:  # another thread would find it blank, and put that back
+        kept = os.environ.get("TRITON_CACHE_DIR")
+        try:
+            import jax_triton
+        finally:
+            if kept is None:
+                os.environ.pop("TRITON_CACHE_DIR", None)
+            else:
+                os.environ["TRITON_CACHE_DIR"] = kept
     return jax_triton
 
 

@@ -50,7 +50,7 @@ def verify(
     """Check every operation on every platform that works here against its definition, and time it against jax.nn."""
     from rich.progress import Progress
 
-    from ejkernel.cli.verify import platforms_for
+    from ejkernel.cli.verify import platforms_for, timed
     from ejkernel.cli.verify import verify as outcomes_of
     from ejkernel.ops import PLATFORMS
 
@@ -71,15 +71,15 @@ def verify(
                 refused.setdefault(p, reasons)
     done = []
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("", total=sum(len(platforms) for _, platforms in work))
-        for check, platforms in work:
-            progress.update(bar, description=f"{check.operation}, {check.name}")
-            for outcome in outcomes_of([(check, platforms)]):
-                done.append(outcome)
-                progress.advance(bar)
-                if not console.is_terminal:  # no bar in a log
-                    said = "ok" if outcome.ok else "FAILED"
-                    console.print(f"{check.operation}, {check.name}, {outcome.platform}: {said}", markup=False)
+        bar = progress.add_task("compiling", total=sum(len(platforms) for _, platforms in work))
+        for outcome in outcomes_of(work):
+            done.append(outcome)
+            name = f"{outcome.check.operation}, {outcome.check.name}"
+            progress.update(bar, description=name, advance=1)
+            if not console.is_terminal:  # no bar in a log
+                console.print(f"{name}, {outcome.platform}: {'ok' if outcome.ok else 'FAILED'}", markup=False)
+        progress.update(bar, description="timing")
+        done = [timed(outcome) for outcome in done]
     if done:
         console.print(_outcome_table(done))
     _summarise(console, done, refused)

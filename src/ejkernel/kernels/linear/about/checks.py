@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.about.family import Arrays, Check
 from ejkernel.kernels.linear.about.sizes import GATES
@@ -16,7 +17,9 @@ class _Decaying(Check):
     """A check whose log decays are negative."""
 
     def arrays(self) -> Arrays:
-        return {name: -jnp.abs(x) / 8 if name in GATES else x for name, x in super().arrays().items()}
+        drawn = super().arrays()
+        # by numpy: JAX would compile a program for each shape
+        return drawn | {name: jnp.asarray(-abs(np.asarray(drawn[name])) / 8) for name in drawn if name in GATES}
 
 
 def _defined(call: Call, dtype: Any) -> tuple[jax.Array, ...]:
@@ -42,7 +45,7 @@ def check(name: str, operation: str, dims: str, dtype: str, *gates: str, fixed: 
 
 def checks() -> list[Check]:
     """Every check, in the order shown."""
-    ends = {"cu_seqlens": jnp.array([0, 30, 30, 101, 120])}
+    ends = {"cu_seqlens": jnp.array([0, 9, 9, 75, 82])}
     layer = {"layer_idx": 2, "num_layers": 12}
     return [
         check(
@@ -50,11 +53,11 @@ def checks() -> list[Check]:
             return_state=True,
         ),
         check(
-            "packed sequences, reverse", "recurrent_attention", "B1 T128 H2 D64 N4", "bfloat16", "gk",
+            "packed sequences, reverse", "recurrent_attention", "B1 T90 H2 D64 N4", "bfloat16", "gk",
             fixed=ends, return_state=True, reverse=True,
         ),
-        check("per channel", "gla_attention", "B1 T100 H2 D64", "bfloat16", "g"),
-        check("layer 2 of 12", "lightning_attention", "B1 T100 H2 D64", "bfloat16", **layer),
+        check("per channel", "gla_attention", "B1 T70 H2 D64", "bfloat16", "g"),
+        check("layer 2 of 12", "lightning_attention", "B1 T70 H2 D64", "bfloat16", **layer),
         replace(
             check("a decode step", "lightning_attention", "B4 T1 H2 D64", "bfloat16", return_state=True, **layer),
             differentiable=False,
