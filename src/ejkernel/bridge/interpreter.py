@@ -177,11 +177,14 @@ class Reduce(base.ReduceOps):
 _BUILDER = Builder()
 _SEMANTIC = TritonSemantic(_BUILDER)
 _triton_numpy_type = base._get_np_dtype
+_FOUND_TYPES = dict(_NUMPY_TYPES)
 
 
 def _numpy_type(type_: Any) -> np.dtype:
     element: Any = type_.element_ty if isinstance(type_, tl.block_type) else type_
-    return _NUMPY_TYPES.get(element.name) or _triton_numpy_type(type_)
+    if element.name not in _FOUND_TYPES:  # Triton makes a table at every question
+        _FOUND_TYPES[element.name] = _triton_numpy_type(element)
+    return _FOUND_TYPES[element.name]
 
 
 def _bits_type(type_: np.dtype) -> np.dtype:
@@ -228,6 +231,9 @@ def _patch_language(scope: Any) -> None:
     def reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: bool = False, **_: Any) -> Any:
         return Reduce(axis, combine_fn, keep_dims).apply(input)
 
+    # every shape has a type, which only the compiler reads, and making it takes long
+    untyped = tl.core.tuple_type([])
+    scope.set_attr(tl.core, "_type_for_tuple_values", lambda values, fields=None: untyped)
     for module in (tl, tl.core):
         scope.set_attr(module, "reduce", reduce)
         scope.set_attr(module, "range", _counted)
