@@ -117,7 +117,7 @@ def check(
     larger and smaller (`NUDGES`) shows, entry by entry, what else the result may be.
 
     `poison` puts what must not be read into the arrays; the same program must give the same answers then. With
-    `poison_only` it runs on these alone.
+    `poison_only` it runs on these alone: the same path, where every step is slow.
     Checks of one `name` share what the definition gives.
     """
     arrays = dict(arrays)

@@ -24,7 +24,7 @@ def check_case(case: Case, platform, *, optimised: bool = False) -> None:
         rounded="query" if "logits_dtype" in case.options else "",
         optimised=optimised,
         poison=partial(poisoned, case) if hides(case) else None,
-        poison_only=platform.poison_only,
+        poison_only=platform.interpreted,
         name=case.id,
     )
 
