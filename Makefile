@@ -92,8 +92,9 @@ $(VENV)/bin/python:
 $(NEWEST)/bin/python:
 	$(call create_venv,$(NEWEST),python3.13 python3.12 python3.11 python3 python)
 
+# without --no-compile, pip compiles every module there is; Python does so for those that are imported
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install --no-compile -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
