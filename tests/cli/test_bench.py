@@ -639,6 +639,8 @@ def test_runs_of_one_device_are_shown_as_one(tmp_path):
     (tmp_path / "other.json").write_text(json.dumps(other))
     result = run("show", str(both[0]), str(tmp_path / "other.json"))
     assert result.exit_code == 2 and "their devices differ: 1 x nvidia_h200 (sm_90), 1 x nvidia_a100" in said(result)
+    result = run("show", str(both[0]), str(both[0]))
+    assert result.exit_code == 2 and "a case is in several of them" in said(result)
 
 
 def test_who_measures_is_alone_on_the_device(tmp_path):

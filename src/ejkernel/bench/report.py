@@ -130,25 +130,35 @@ def only(found: Document, wanted: Callable[[str], bool], among: Callable[[str], 
 
 
 def joined(runs: list[Document]) -> Document:
-    """Several runs of one device as one, theirs in order; `ValueError` where their devices differ."""
+    """Several runs of one device as one, theirs in order; `ValueError` where devices differ or cases are the same."""
     first, *rest = runs
     if not rest:
         return first
     devices = list(dict.fromkeys(run["machine"]["device"] for run in runs))
     if len(devices) > 1:
         raise ValueError(f"their devices differ: {', '.join(devices)}")
-    together: Document = dict(first)
-    for name in ("machine", "contenders", "missing"):
-        together[name] = {key: value for run in reversed(runs) for key, value in run[name].items()}
-    # who is missing in one of them may be in another
-    together["missing"] = {name: why for name, why in together["missing"].items() if name not in together["contenders"]}
     cases = [(name, facts | {"run": n}) for n, run in enumerate(runs) for name, facts in run["cases"].items()]
-    together["cases"] = dict(cases)
-    together["results"] = [result for run in runs for result in run["results"]]
-    together["complete"] = all(run["complete"] for run in runs)
-    together["date"] = " and ".join(sorted({run["date"] for run in runs}))
-    together["benchmark"] = ", ".join(run["benchmark"] for run in runs)
-    return together
+    if len(dict(cases)) < len(cases):
+        raise ValueError("a case is in several of them")
+    contenders = {name: platform for run in runs for name, platform in run["contenders"].items()}
+    missing = {name: why for run in runs for name, why in run["missing"].items()}
+    names = dict.fromkeys(name for run in runs for name in run["machine"])
+    return first | {
+        "benchmark": ", ".join(run["benchmark"] for run in runs),
+        "date": " and ".join(sorted({run["date"] for run in runs})),
+        "machine": {name: _of_all([run["machine"][name] for run in runs if name in run["machine"]]) for name in names},
+        "contenders": contenders,
+        # who is missing in one of them may be in another
+        "missing": {name: why for name, why in missing.items() if name not in contenders},
+        "cases": dict(cases),
+        "complete": all(run["complete"] for run in runs),
+        "results": [result for run in runs for result in run["results"]],
+    }
+
+
+def _of_all(values: list[Any]) -> Any:
+    """The largest load; every version."""
+    return max(values) if isinstance(values[0], float) else " and ".join(dict.fromkeys(values))
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------

@@ -72,6 +72,8 @@ class Config:
             config_ints(self, (name,), least)
         if self.semantics not in ("warpgroup", "lane"):
             raise ValueError(f"semantics={self.semantics!r} must be 'warpgroup' or 'lane'")
+        if self.ordered and not self.persistent:
+            raise ValueError("ordered=True deals tiles to as many programs as cores: it needs persistent=True")
 
     def shared_bytes(self, head_dim: int) -> dict[str, int]:
         """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes."""

@@ -179,7 +179,7 @@ class Walk:
         b, h = row // blocks.shape[1], row % blocks.shape[1]
         b += jnp.arange(batch // blocks.shape[0], dtype=jnp.int32)[:, None]
         h += jnp.arange(self.heads // blocks.shape[1], dtype=jnp.int32)
-        return (((b * self.heads) + h) * self.tiles + tile).reshape(-1)
+        return ((b * self.heads + h) * self.tiles + tile).reshape(-1)
 
     def place(self, n: Any, order: Any = None) -> tuple[Any, Any, Any]:
         """Batch, head and tile of this program's n-th tile."""
