@@ -63,6 +63,7 @@ JOBS = (
     Job("native_sparse", "triton", "plain"),
     Job("native_sparse", "triton", "plain-by-keys"),
     Job("native_sparse", "triton", "bfloat16"),
+    Job("native_sparse", "triton", "bfloat16-by-keys"),
     Job("native_sparse", "triton", "choosing"),
     Job("pooling", "triton", "packed"),
 )

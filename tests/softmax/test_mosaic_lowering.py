@@ -86,6 +86,24 @@ def test_lowers_forward_and_backward(name):
         assert text.count("stablehlo.optimization_barrier") >= 2 * len(kernels)  # around each, see `apart`
 
 
+def test_many_tiles_of_documents_are_put_in_order():
+    def ordered(**kind):
+        arrays, options = arguments(causal=True, **kind)
+        found = []
+
+        def look(*arrays):
+            found.append(mosaic_gpu.default_config(canonicalise(*arrays, **options).on(HOPPER)).ordered)
+            return arrays
+
+        jax.eval_shape(look, *arrays)
+        return found[0]
+
+    for D in (64, 128):
+        assert ordered(D=D, T=8192, H=32, segments=True)
+        assert not ordered(D=D, T=8192, H=32)
+        assert not ordered(D=D, T=512, H=32, segments=True)
+
+
 @pytest.mark.parametrize("side", ["q", "k"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
