@@ -1,5 +1,7 @@
 """Memory does not grow with T x S, and what varies from step to step does not recompile."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,3 +171,16 @@ def test_the_schedule_of_a_causal_call_is_a_constant():
     """No device work for closed forms: the program holds no sort and no reduction to booleans."""
     text = jax.jit(lambda q: flash_attention(q, K, V, causal=True, cfg=SMALL)).lower(Q).as_text()
     assert "stablehlo.sort" not in text
+
+
+def test_the_gradient_of_a_sum_compiles_as_fast_as_others():
+    """It begins with ones, a constant: XLA must not compute with so many of them while it compiles."""
+    q = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
+
+    def seconds(loss):
+        start = time.process_time()
+        jax.jit(jax.grad(lambda q: loss(flash_attention(q, q, q, causal=True, platform="xla")))).lower(q).compile()
+        return time.process_time() - start
+
+    of_squares = seconds(lambda out: (out * out).sum())
+    assert seconds(jnp.sum) < 2 * of_squares

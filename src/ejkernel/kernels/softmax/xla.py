@@ -398,6 +398,8 @@ def _with_cotangents(arrays: dict[str, jax.Array], tiling: _Tiling, dout: Any, l
     A row whose terms are not finite is nan wherever it is seen, and nowhere else: its query is marked.
     """
     T = tiling.rows * tiling.block_q
+    # the ones that the gradient of a sum begins with are a constant, which XLA would look through for seconds
+    dout = lax.optimization_barrier(dout)
     dout, lse, delta = (_padded(x, 2, T) for x in (dout, lse, delta))
     hidden_nan = jnp.where(jnp.isnan(lse), jnp.nan, 0.0)
     return arrays | {
