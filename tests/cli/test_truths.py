@@ -11,6 +11,8 @@ from ejkernel.kernels.linear.about import cases as linear
 from ejkernel.kernels.native_sparse.about import cases as native_sparse
 from ejkernel.kernels.native_sparse.reference import reference
 from ejkernel.kernels.native_sparse.spec import canonicalise
+from ejkernel.kernels.softmax.about import cases as softmax
+from tolerances import assert_close
 
 
 @pytest.mark.parametrize("group", ["shared blocks", "random blocks"])
@@ -64,3 +66,22 @@ def test_errors_on_the_host_are_those_on_the_device():
     assert (here.naive, here.floor) == (there.naive, there.floor)
     assert here.error("out", got) == there.error("out", jnp.asarray(got))
     assert not here.error("out", np.full((3, 5), np.nan)).ok
+
+
+@pytest.mark.parametrize("case", [
+    softmax.Case("models", 2, 6, 4, 2, 8, "full", "float32", S=5, bias=True, model="T5"),
+    softmax.Case("models", 1, 12, 2, 2, 8, "documents", "float32", documents=3, model="packed"),
+], ids=lambda case: case.model)  # fmt: skip
+def test_attention_a_few_queries_at_a_time_is_the_definition(case, monkeypatch):
+    """A bias has a gradient too."""
+    monkeypatch.setattr(softmax, "_BLOCK", case.B * case.H * case.keys * 3)  # two queries
+    problem = softmax.Attention(case)
+    output, gradients = problem.truths(Quiet())
+    trained = {name: problem.arrays[name] for name in (*softmax.TRAINED, "bias") if name in problem.arrays}
+
+    def attend(trained):
+        return softmax.reference(softmax.canonicalise(**case.arguments(problem.arrays | trained)), jnp.float32)["out"]
+
+    out, pull = jax.vjp(attend, trained)
+    assert_close(output.exact, {"out": out})
+    assert_close(gradients.exact, {f"d{name}": dx for name, dx in pull(problem.arrays["dout"])[0].items()})

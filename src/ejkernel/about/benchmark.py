@@ -138,8 +138,8 @@ class Benchmark:
         problem: puts a case on the device.
         platforms: ours worth measuring, by backend.
         peers: everybody else, present or not.
-        trained: the arrays that a backward has gradients for, `d` before their names; `dout` among the arrays is the
-            gradient of the output.
+        trained: the arrays that a backward has gradients for, where a case has them, `d` before their names; `dout`
+            among the arrays is the gradient of the output.
         chain: (case, pass) to what `jax_program` is given, for calls that are short.
         side_by_side: whether a case may be compiled while another is measured: not where XLA has large matmuls of its
             own, which it tries on the GPU to choose among them.
@@ -156,7 +156,7 @@ class Benchmark:
 
 
 def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, ...]) -> Callable[[Arrays], Arrays]:
-    """One pass of a function of named arrays: its output, and with a backward the gradients of those trained.
+    """One pass of a function of named arrays: its output, and with a backward the gradients of those trained it has.
 
     Further outputs of a forward are called `out 1` and so on. A training step has the new values of those trained too.
     """
@@ -165,16 +165,14 @@ def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, 
         out, *more = jax.tree.leaves(function(arrays))
         return {"out": out, **{f"out {n}": x for n, x in enumerate(more, 1)}}
 
-    def first_output(arrays: Arrays, given: tuple[Any, ...]) -> jax.Array:
-        return jax.tree.leaves(function({**arrays, **dict(zip(trained, given))}))[0]
-
     def both(arrays: Arrays) -> Arrays:
-        out, pull = jax.vjp(lambda *given: first_output(arrays, given), *map(arrays.get, trained))
-        return {"out": out, **{f"d{name}": dx for name, dx in zip(trained, pull(arrays["dout"]), strict=True)}}
+        here = {name: arrays[name] for name in trained if name in arrays}
+        out, pull = jax.vjp(lambda given: jax.tree.leaves(function(arrays | given))[0], here)
+        return {"out": out} | {f"d{name}": dx for name, dx in pull(arrays["dout"])[0].items()}
 
     def training(arrays: Arrays) -> Arrays:
         found = both(arrays)
-        moved = {f"new {name}": arrays[name] - LEARNING_RATE * found[f"d{name}"] for name in trained}
+        moved = {f"new {n}": arrays[n] - LEARNING_RATE * found[f"d{n}"] for n in trained if n in arrays}
         return found | moved
 
     return {FORWARD: forward, BOTH: both, TRAINING: training}[what]

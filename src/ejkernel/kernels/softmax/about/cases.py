@@ -22,7 +22,14 @@ TRAINED = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Case:
-    """Self attention under a mask; every mask but `full` is causal. `unit` is what tables show."""
+    """Attention under a mask; every mask but `full` is causal. `unit` is what tables show.
+
+    Attributes:
+        S: keys, where they are not as many as queries; then the mask is `full`.
+        documents: so many are packed, cut at random.
+        bias: whether every head has one of its own, (1, H, T, S), that is trained too.
+        model: whose shapes they are.
+    """
 
     group: str
     B: int
@@ -36,12 +43,23 @@ class Case:
     window: int | None = None
     documents: int | None = None
     passes: tuple[str, ...] = (FORWARD, BOTH)
+    S: int | None = None
+    bias: bool = False
+    model: str = ""
 
     @property
     def name(self) -> str:
+        keys = "" if self.S is None else f" S{self.S}"
         grouped = "" if self.Hkv == self.H else f" Hkv{self.Hkv}"
-        detail = {"window": f" {self.window}", "documents": f" {self.documents}"}.get(self.mask, "")
-        return f"{self.group} B{self.B} T{self.T} H{self.H}{grouped} D{self.D} {self.mask}{detail}"
+        detail = {"window": f" {self.window}", "documents": f" {self.documents} at random"}.get(self.mask, "")
+        if self.model:
+            detail += (" bias" if self.bias else "") + ("" if self.dtype == "bfloat16" else f" {self.dtype}")
+        whose = f"{self.group} {self.model}".strip()
+        return f"{whose} B{self.B} T{self.T}{keys} H{self.H}{grouped} D{self.D} {self.mask}{detail}"
+
+    @property
+    def keys(self) -> int:
+        return self.T if self.S is None else self.S
 
     @property
     def causal(self) -> bool:
@@ -59,10 +77,10 @@ class Case:
         """Two matmuls over the pairs that are seen; 2.5 times that for a backward. Causal counts half of T * T."""
         T, W = self.T, self.window or 0
         pairs = {
-            "full": T * T,
+            "full": T * self.keys,
             "causal": T * T / 2,
             "window": W * T - W * (W - 1) / 2,
-            "documents": T * T / 2 / (self.documents or 1),
+            "documents": float((np.diff(self.offsets()) ** 2).sum()) / 2,
         }[self.mask]
         return (1 if what == FORWARD else 3.5) * 4 * self.B * self.H * self.D * pairs
 
@@ -70,9 +88,19 @@ class Case:
     def operations(self) -> tuple[str, ...]:
         return "flash_attention", "scaled_dot_product_attention"
 
+    def offsets(self) -> np.ndarray:
+        """Where documents begin, and the end of the last."""
+        cuts = np.random.default_rng(0).choice(np.arange(1, self.T), (self.documents or 1) - 1, replace=False)
+        return np.array([0, *np.sort(cuts), self.T], np.int32)
+
+    def segments(self) -> np.ndarray:
+        """The document of every token."""
+        return np.repeat(np.arange(self.documents or 1, dtype=np.int32), np.diff(self.offsets()))
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        q, k = (self.B, self.T, self.H, self.D), (self.B, self.T, self.Hkv, self.D)
-        return {"query": q, "key": k, "value": k, "dout": q}
+        q, k = (self.B, self.T, self.H, self.D), (self.B, self.keys, self.Hkv, self.D)
+        bias = {"bias": (1, self.H, self.T, self.keys)} if self.bias else {}
+        return {"query": q, "key": k, "value": k, "dout": q} | bias
 
     def structs(self) -> Arrays:
         structs = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in self.shapes().items()}
@@ -82,7 +110,8 @@ class Case:
         return structs
 
     def arguments(self, arrays: Arrays) -> dict[str, Any]:
-        options = {"causal": self.causal, "sliding_window": self.sliding_window, "cum_seqlens_q": arrays.get("offsets")}
+        options = {"causal": self.causal, "sliding_window": self.sliding_window}
+        options |= {"cum_seqlens_q": arrays.get("offsets"), "bias": arrays.get("bias")}
         return {name: arrays[name] for name in TRAINED} | options
 
 
@@ -96,6 +125,26 @@ def _masked(T: int, H: int, Hkv: int, D: int, dtype: str) -> list[Case]:
     return [case("causal"), case("window", window=T // 16), case("documents", documents=16)]
 
 
+def _of_models() -> list[Case]:
+    """Shapes that people train, odd ones among them."""
+
+    def case(model: str, B: int, T: int, H: int, D: int, mask: str, Hkv: int | None = None, **more: Any) -> Case:
+        dtype = more.pop("dtype", "bfloat16")
+        return Case("models", B, T, H, Hkv or H, D, mask, dtype, model=model, **more)
+
+    return [
+        case("GPT-2", 8, 1024, 12, 64, "causal"),
+        case("Llama", 4, 4096, 32, 128, "causal", 8),
+        case("T5", 4, 2048, 16, 64, "full", bias=True),
+        case("Phi", 4, 2048, 16, 80, "causal"),
+        case("UNet", 2, 4096, 8, 40, "full"),
+        case("UNet", 2, 4096, 8, 40, "full", S=77),
+        case("BERT", 32, 512, 12, 64, "full"),
+        case("ViT", 64, 197, 12, 64, "full"),
+        case("GPT-2", 2, 2048, 16, 64, "causal", dtype="float32"),
+    ]
+
+
 def all_cases(backend: str, quick: bool) -> list[Case]:
     """The most telling first: a run may be cut short. A CPU gets sizes that it can do."""
     if backend == "cpu":
@@ -106,7 +155,7 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
         return dense(2048, D=128)
     lengths = [case for T in (2048, 16384) for D in (128, 64, 256) for case in dense(T, D=D)]
     most_telling = [case for D in (128, 64, 256) for case in dense(8192, D=D)]
-    return [*most_telling, *_masked(16384, 32, 8, 128, "bfloat16"), *lengths]
+    return [*most_telling, *_masked(16384, 32, 8, 128, "bfloat16"), *_of_models(), *lengths]
 
 
 class Attention:
@@ -120,10 +169,8 @@ class Attention:
             for name, shape in case.shapes().items()
         }
         if case.documents is not None:
-            segments = np.arange(case.T) * case.documents // case.T
-            self.arrays["segments"] = jnp.asarray(segments[None], jnp.int32)
-            offsets = np.searchsorted(segments, np.arange(case.documents + 1))
-            self.arrays["offsets"] = jnp.asarray(offsets, jnp.int32)
+            self.arrays["segments"] = jnp.asarray(case.segments()[None])
+            self.arrays["offsets"] = jnp.asarray(case.offsets())
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
     def truths(self, quiet: Quiet) -> list[Truth]:
@@ -152,29 +199,44 @@ _BLOCK = 2**25
 def _defined(case: Case, dtype: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
     """Output and gradients by the definition, a block of queries at a time."""
     T = case.T
-    rows = min(T, max(1, _BLOCK // (case.B * case.H * T)))
-    rows = 1 << (rows.bit_length() - 1)  # T is a power of two: whole blocks
+    most = max(1, _BLOCK // (case.B * case.H * case.keys))
+    rows = T if most >= T else math.gcd(T, 1 << (most.bit_length() - 1))
     key, value = arrays["key"], arrays["value"]
     ids = arrays.get("segments", jnp.zeros((1, T), jnp.int32))
-    positions = jnp.arange(T, dtype=jnp.int32)[None]
+    key_ids = ids if case.S is None else jnp.zeros((1, case.S), jnp.int32)
+    positions, key_positions = (jnp.arange(n, dtype=jnp.int32)[None] for n in (T, case.keys))
 
     def block(sums: tuple[jax.Array, jax.Array], start: jax.Array):
-        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows, axis=1)
-        mask = MaskInfo.from_segments(cut(ids), ids, cut(positions), positions)
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
+        mask = MaskInfo.from_segments(cut(ids, axis=1), key_ids, cut(positions, axis=1), key_positions)
+        by_query = {"query": cut(arrays["query"], axis=1)}
+        if case.bias:
+            by_query["bias"] = cut(arrays["bias"], axis=2)
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        def attend(by_query: Arrays, key: jax.Array, value: jax.Array) -> jax.Array:
             call = canonicalise(
-                query, key, value, mask_info=mask, causal=case.causal, sliding_window=case.sliding_window
+                key=key,
+                value=value,
+                mask_info=mask,
+                causal=case.causal,
+                sliding_window=case.sliding_window,
+                **by_query,
             )
             return reference(call, dtype)["out"]
 
-        out, pull = jax.vjp(attend, cut(arrays["query"]), key, value)
-        dquery, *shares = pull(cut(arrays["dout"]))
-        sums = tuple(x + share.astype(jnp.float32) for x, share in zip(sums, shares, strict=True))
-        return sums, (out, dquery)
+        out, pull = jax.vjp(attend, by_query, key, value)
+        shares = pull(cut(arrays["dout"], axis=1))
+        sums = tuple(x + share.astype(jnp.float32) for x, share in zip(sums, shares[1:], strict=True))
+        return sums, (out, shares[0])
 
     zeros = (jnp.zeros(key.shape), jnp.zeros(value.shape))
-    (dkey, dvalue), blocks = lax.scan(block, zeros, jnp.arange(0, T, rows))
-    out, dquery = (jnp.moveaxis(x, 0, 1).reshape(arrays["query"].shape) for x in blocks)
-    gradients = {"dquery": dquery, "dkey": dkey.astype(dtype), "dvalue": dvalue.astype(dtype)}
-    return {"out": out}, gradients
+    (dkey, dvalue), (out, by_query) = lax.scan(block, zeros, jnp.arange(0, T, rows))
+
+    def joined(blocks: jax.Array, axis: int) -> jax.Array:
+        blocks = jnp.moveaxis(blocks, 0, axis)
+        return blocks.reshape(*blocks.shape[:axis], T, *blocks.shape[axis + 2 :])
+
+    gradients = {"dquery": joined(by_query["query"], 1), "dkey": dkey.astype(dtype), "dvalue": dvalue.astype(dtype)}
+    if case.bias:
+        gradients["dbias"] = joined(by_query["bias"], 2)
+    return {"out": joined(out, 1)}, gradients

@@ -17,17 +17,21 @@ def peers() -> list[Contender]:
     cudnn = _sdpa_backend("CUDNN_ATTENTION")
     on_gpu = partial(missing, ("gpu",), "torch")
     return [
-        Contender("torch", "PyTorch SDPA", partial(_build, _sdpa), partial(missing, ("cpu",), "torch")),
-        Contender("torch-cudnn", "cuDNN (PyTorch)", partial(_build, cudnn), on_gpu),
+        Contender("torch", "PyTorch SDPA", partial(_build, _sdpa), partial(missing, ("cpu",), "torch"), _within_jax),
+        Contender("torch-cudnn", "cuDNN (PyTorch)", partial(_build, cudnn), on_gpu, _within_jax),
         Contender("flash2", "FlashAttention-2", partial(_build, flash), on_gpu, _without_mask),
-        Contender("flex", "FlexAttention", partial(_build, _flex), on_gpu),
+        Contender("flex", "FlexAttention", partial(_build, _flex), on_gpu, _within_jax),
     ]
 
 
+def _within_jax(case: Case) -> str | None:
+    return "shapes of models are compared within JAX" if case.model else None
+
+
 def _without_mask(case: Case) -> str | None:
-    return (
-        None if case.mask in ("full", "causal") else f"SDPA has no word for {case.mask}, and this backend takes no mask"
-    )
+    if case.mask in ("full", "causal"):
+        return _within_jax(case)
+    return f"SDPA has no word for {case.mask}, and this backend takes no mask"
 
 
 # The ways to attend -----------------------------------------------------------------------------------------
@@ -37,8 +41,7 @@ def _seen(case: Case, device: Any) -> Callable[..., Tensor]:
     """FlexAttention's description of a mask: (batch, head, query, key) -> bool, on indices of any shape."""
     import torch
 
-    W, documents = case.window or case.T, case.documents or 1
-    ids = torch.arange(case.T, device=device) * documents // case.T
+    W, ids = case.window or case.T, torch.as_tensor(case.segments(), device=device)
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k
