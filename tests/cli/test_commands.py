@@ -1,6 +1,7 @@
 """The command line: what it prints and how it exits."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import ejkernel
 from ejkernel import modules
 from ejkernel.about.answers import Error
+from ejkernel.cli import info
 from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.main import _outcome_table, app
 from ejkernel.cli.verify import Outcome, platforms_for
@@ -75,6 +77,14 @@ def test_info_names_devices_versions_and_every_platform():
     assert jax.__version__ in result.output
     for word in ("devices", "triton", "pallas", "cudnn", "flash_attention"):
         assert word in result.output
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+def test_a_cpu_without_a_name_is_called_by_its_architecture(monkeypatch):
+    """Those of ARM have none in /proc/cpuinfo."""
+    monkeypatch.setattr(info.Path, "exists", lambda self: False)
+    monkeypatch.setattr(info.host, "processor", lambda: "")
+    assert info.machine()["device"] == f"{info.host.machine()}, {os.cpu_count()} cores"
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")

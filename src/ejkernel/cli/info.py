@@ -16,7 +16,7 @@ from ejkernel.ops.tuned_files import shipped_file, user_file
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")
 # what a measurement depends on
-MEASURED = ("jax", "triton", "torch", "tokamax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+MEASURED = ("jax", "triton", "torch", "tokamax", "fa4-jax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
         cpu = Path("/proc/cpuinfo")
         lines = cpu.read_text().splitlines() if cpu.exists() else []
         names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        found = {"device": f"{names[0] if names else host.processor()}, {os.cpu_count()} cores"}
+        found = {"device": f"{names[0] if names else host.processor() or host.machine()}, {os.cpu_count()} cores"}
         found["load"] = os.getloadavg()[0]
     return found | {name: version for name, version in versions(MEASURED).items() if version != "not installed"}
 
