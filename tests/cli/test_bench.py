@@ -20,7 +20,7 @@ from ejkernel.about import benchmark
 from ejkernel.about.benchmark import BOTH, FORWARD, Contender, jax_program
 from ejkernel.about.quiet import Quiet
 from ejkernel.bench import measure, report, timing
-from ejkernel.bench.contenders import all_contenders
+from ejkernel.bench.contenders import all_contenders, bucket_of
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
 from ejkernel.bench.report import tuned
 from ejkernel.bench.timing import in_turns
@@ -445,6 +445,13 @@ def test_cases(backend, quick):
     if backend == "gpu":
         assert all(case.B * case.T == 16384 for case in found if not case.model)
         assert all(case.H * case.D == 2048 for case in found if case.group == "dense")
+
+
+def test_times_of_one_head_dim_are_not_those_of_another():
+    """A kernel for another is another kernel."""
+    cases = {case.D: case for case in BENCHMARK.cases("gpu", False) if (case.T, case.mask) == (2048, "causal")}
+    buckets = {D: bucket_of(SOFTMAX, "flash_attention", case) for D, case in cases.items()}
+    assert {64, 80, 128, 256} <= set(buckets) and all(f"-D{D}-V{D}-" in name for D, name in buckets.items())
 
 
 def test_flops_count_the_pairs_that_are_seen():

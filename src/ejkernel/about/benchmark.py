@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -184,14 +185,16 @@ def jax_program(
     quiet: Quiet,
     chain: Chain | None = None,
     compiler_options: dict[str, Any] | None = None,
+    tries: bool = False,
 ) -> Program:
-    """Compile a function of named arrays.
+    """Compile a function of named arrays; `tries` where XLA runs kernels on a GPU to choose among them.
 
     `chain` is for calls shorter than the host takes to start one: (result by array, calls) makes a program of so many
     calls, in which these results of each are the next one's arrays, and times that.
     """
     start = time.perf_counter()
-    compiled = jax.jit(function).lower(arrays).compile(compiler_options)
+    with quiet.shared() if tries else nullcontext():
+        compiled = jax.jit(function).lower(arrays).compile(compiler_options)
     compiling = time.perf_counter() - start
     timed, links = compiled, 1
     if chain is not None:

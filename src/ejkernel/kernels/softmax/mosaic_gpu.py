@@ -175,7 +175,7 @@ def _fused_is_faster(call: Call) -> bool:
 
 
 def _order_is_faster(call: Call) -> bool:
-    """Whether putting tiles in order was measured to be worth its sort: documents, and many tiles for each core."""
+    """Whether putting tiles in order is worth its sort: documents, and many tiles for each core."""
     dims = dimensions(call)
     tiles = dims.B * dims.H * -(-dims.T // 128)
     return "q_segments" in call and "pattern" not in call and tiles >= _TILES_WORTH_ORDER * (call.target.cores or 132)

@@ -80,7 +80,7 @@ class Case:
             "full": T * self.keys,
             "causal": T * T / 2,
             "window": W * T - W * (W - 1) / 2,
-            "documents": float((np.diff(self.offsets()) ** 2).sum()) / 2,
+            "documents": float((np.diff(self.offsets()).astype(np.int64) ** 2).sum()) / 2,
         }[self.mask]
         return (1 if what == FORWARD else 3.5) * 4 * self.B * self.H * self.D * pairs
 
@@ -181,7 +181,7 @@ class Attention:
         is_exact = self.case.dtype == "float32"
         naive = exact if is_exact else self._defined(jnp.dtype(self.case.dtype), self.arrays, quiet)
         # float32 sums of T terms: their roundings grow like the square root
-        floor = FLOOR * max(1.0, math.sqrt(self.case.T / 256))
+        floor = FLOOR * max(1.0, math.sqrt(max(self.case.T, self.case.keys) / 256))
         return [Truth.of(e, n, floor) for e, n in zip(exact, naive, strict=True)]
 
     def _defined(self, dtype: Any, arrays: Arrays, quiet: Quiet) -> tuple[Arrays, Arrays]:

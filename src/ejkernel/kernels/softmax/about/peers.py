@@ -30,6 +30,7 @@ class _Peer(NamedTuple):
         most: GiB of logits that it may make.
         lacks: why it cannot do a case, beside that.
         takes_mask: whether documents are given to it as a mask.
+        tries: whether XLA has matmuls of its own to choose kernels for.
     """
 
     key: str
@@ -40,6 +41,7 @@ class _Peer(NamedTuple):
     most: float = np.inf
     lacks: Callable[[Case], str | None] = lambda case: None
     takes_mask: bool = True
+    tries: bool = False
 
 
 def _explicit_mask(case: Case) -> jax.Array:
@@ -63,7 +65,10 @@ def _in_jax(peer: _Peer) -> Contender:
         if case.documents is not None and peer.takes_mask:
             with quiet:
                 arrays = {**arrays, "mask": jax.block_until_ready(_explicit_mask(case))}
-        return jax_program(passes_of(partial(peer.attend, case), what, (*TRAINED, "bias")), arrays, quiet)
+        function = passes_of(partial(peer.attend, case), what, (*TRAINED, "bias"))
+        # else XLA rounds the operands of its matmuls on a GPU
+        with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+            return jax_program(function, arrays, quiet, tries=peer.tries)
 
     return Contender(peer.key, peer.name, build, missing, refusal)
 
@@ -111,7 +116,7 @@ def _fa4(case: Case, arrays: Arrays) -> jax.Array:
 
 
 PEERS = (
-    _Peer("jax-nn", "jax.nn (XLA)", partial(_jax_nn, "xla"), ("cpu", "gpu", "tpu"), most=2),
+    _Peer("jax-nn", "jax.nn (XLA)", partial(_jax_nn, "xla"), ("cpu", "gpu", "tpu"), most=2, tries=True),
     _Peer("jax-cudnn", "cuDNN (jax.nn)", partial(_jax_nn, "cudnn"), ("gpu",), lacks=_narrow),
     _Peer("tokamax", "tokamax Mosaic", _tokamax, ("gpu", "tpu"), "tokamax", lacks=_narrow),
     _Peer("fa4", "fa4-jax", _fa4, ("gpu",), "fa4_jax", lacks=_narrow_without_bias, takes_mask=False),
