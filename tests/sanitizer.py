@@ -70,6 +70,7 @@ JOBS = (
 
 
 def known() -> set[str]:
+    """Every kernel there is, by the family and its name."""
     found = set()
     for path in (HERE.parent / "src" / "ejkernel" / "kernels").glob("*/*.py"):
         family, text = path.parent.name, path.read_text()
@@ -217,8 +218,8 @@ def main() -> int:
                 print("\n".join(report.text.splitlines()[-12:]), flush=True)
     for tool in given.tool:
         print(f"{tool} has not seen {', '.join(sorted(unseen[tool])) or 'nothing: every kernel ran'}")
-    whole = not given.only and any(unseen.values())
-    return 0 if work and clean and not whole else 1
+    missed = not given.only and any(unseen.values())
+    return 0 if work and clean and not missed else 1
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_attention_a_few_queries_at_a_time_is_the_definition(case, monkeypatch):
     monkeypatch.setattr(softmax, "_BLOCK", case.B * case.H * case.keys * 3)  # two queries
     problem = softmax.Attention(case)
     output, gradients = problem.truths(Quiet())
-    trained = {name: problem.arrays[name] for name in (*softmax.TRAINED, "bias") if name in problem.arrays}
+    trained = {name: problem.arrays[name] for name in softmax.TRAINED if name in problem.arrays}
 
     def attend(trained):
         return softmax.reference(softmax.canonicalise(**case.arguments(problem.arrays | trained)), jnp.float32)["out"]

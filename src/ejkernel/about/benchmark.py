@@ -192,10 +192,15 @@ def jax_program(
     `chain` is for calls shorter than the host takes to start one: (result by array, calls) makes a program of so many
     calls, in which these results of each are the next one's arrays, and times that.
     """
-    start = time.perf_counter()
-    with quiet.shared() if tries else nullcontext():
-        compiled = jax.jit(function).lower(arrays).compile(compiler_options)
-    compiling = time.perf_counter() - start
+
+    def compile(function: Callable[[Arrays], Any]) -> tuple[Any, float]:
+        """And how long that took, which waiting for the device is no part of."""
+        with quiet.shared() if tries else nullcontext():
+            start = time.perf_counter()
+            compiled = jax.jit(function).lower(arrays).compile(compiler_options)
+            return compiled, time.perf_counter() - start
+
+    compiled, compiling = compile(function)
     timed, links = compiled, 1
     if chain is not None:
         results_of, links = chain
@@ -209,7 +214,7 @@ def jax_program(
             unroll = len(results_of) > 1
             return jax.lax.fori_loop(0, links, link, {array: arrays[array] for array in results_of}, unroll=unroll)
 
-        timed = jax.jit(chained).lower(arrays).compile(compiler_options)
+        timed, _ = compile(chained)
 
     def seconds(calls: int) -> float:
         runs = -(-calls // links)

@@ -1,6 +1,19 @@
 """Sizes that kernels round to."""
 
+from collections.abc import Iterable
+
 
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is neither below n nor below `least`, itself one."""
     return max(least, 1 << (n - 1).bit_length())
+
+
+def rounded_sizes(sizes: Iterable[tuple[str, int]]) -> str:
+    """Sizes by letter, as a shape bucket names them: to powers of two, but for the head dims D and V.
+
+    A kernel for another head dim is another kernel, and its times and configs are its own.
+
+    >>> rounded_sizes([("T", 1000), ("D", 80), ("V", 96)])
+    'T1024-D80-V96'
+    """
+    return "-".join(f"{name}{size if name in ('D', 'V') else power_of_two(size)}" for name, size in sizes)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.sizes import rounded_sizes
 from ejkernel.kernels.linear.sharded import along_length
 from ejkernel.kernels.linear.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
@@ -21,9 +21,9 @@ IMPLEMENTATIONS = {
 
 
 def bucket(call: Call) -> str:
-    """The shape bucket of a call: sizes rounded up to powers of two, and what changes the work."""
+    """The shape bucket of a call: its sizes rounded, and what changes the work."""
     dims = dimensions(call)
-    sizes = "-".join(f"{name}{power_of_two(size)}" for name, size in zip("BTHDVN", dims, strict=True))
+    sizes = rounded_sizes(zip("BTHDVN", dims, strict=True))
     gates = [name for name in ("g", "g_gamma", "gk", "gv") if name in call]
     return "-".join([sizes, call["query"].dtype.name, *gates])
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.sizes import power_of_two, rounded_sizes
 from ejkernel.kernels.native_sparse import selection
 from ejkernel.kernels.native_sparse.places import places
 from ejkernel.kernels.native_sparse.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
@@ -16,18 +16,17 @@ from ejkernel.ops.operation import Arrays, random_arrays
 
 
 def bucket(call: Call) -> str:
-    """The shape bucket of a call: sizes rounded up to powers of two, and what changes the work."""
+    """The shape bucket of a call: its sizes rounded, and what changes the work."""
     dims = dimensions(call)
     named = {"B": dims.B, "T": dims.T, "S": dims.S, "H": dims.H, "Hkv": dims.Hkv, "D": dims.D, "V": dims.Dv}
-    sizes = "-".join(f"{name}{power_of_two(size)}" for name, size in named.items())
-    return f"{sizes}-{call['query'].dtype.name}-{power_of_two(dims.K)}x{call.spec.block_size}"
+    return f"{rounded_sizes(named.items())}-{call['query'].dtype.name}-{power_of_two(dims.K)}x{call.spec.block_size}"
 
 
 def selection_bucket(call: Call) -> str:
     B, T, H, D = call["query"].shape
     N, Hkv = call["key"].shape[1:3]
     named = {"B": B, "T": T, "N": N, "H": H, "Hkv": Hkv, "D": D, "K": call.spec.count}
-    return "-".join(f"{name}{power_of_two(n)}" for name, n in named.items()) + f"-{call['query'].dtype.name}"
+    return f"{rounded_sizes(named.items())}-{call['query'].dtype.name}"
 
 
 def _struct_call(

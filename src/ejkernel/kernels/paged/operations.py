@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.sizes import rounded_sizes
 from ejkernel.kernels.paged.calls import decode_call, page_call, prefill_call, ragged_decode_call, ragged_page_call
 from ejkernel.kernels.paged.sharded import along_length, along_pages
 from ejkernel.kernels.paged.spec import (
@@ -31,13 +31,13 @@ PREFERENCE = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla"
 
 
 def bucket(call: Call) -> str:
-    """The shape bucket of a call: sizes rounded up to powers of two, and what changes the work."""
+    """The shape bucket of a call: its sizes rounded, and what changes the work."""
     dims, spec = dimensions(call), call.spec
     sizes = {"T": dims.T, "N": dims.N, "S": dims.S, "L": dims.L, "H": dims.H, "K": dims.Hkv, "D": dims.D, "V": dims.Dv}
-    rounded = "-".join(f"{name}{power_of_two(size)}" for name, size in sizes.items())
     cache = call["kv_pages" if "kv_pages" in call else "key_pages"].dtype.name
     kind = "ragged" if spec.tokens is None else "even"
-    return "-".join([rounded, call["query"].dtype.name, cache, kind, *(["window"] if spec.window is not None else [])])
+    window = ["window"] if spec.window is not None else []
+    return "-".join([rounded_sizes(sizes.items()), call["query"].dtype.name, cache, kind, *window])
 
 
 def _structs(call_for: Any, *given: Any, **options: Any) -> Call:

@@ -176,9 +176,9 @@ def _fused_is_faster(call: Call) -> bool:
 
 def _order_is_faster(call: Call) -> bool:
     """Whether putting tiles in order is worth its sort: documents, and many tiles for each core."""
-    dims = dimensions(call)
-    tiles = dims.B * dims.H * -(-dims.T // 128)
-    return "q_segments" in call and "pattern" not in call and tiles >= _TILES_WORTH_ORDER * (call.target.cores or 132)
+    dims, cores = dimensions(call), call.target.cores
+    many = 0 < _TILES_WORTH_ORDER * cores <= dims.B * dims.H * -(-dims.T // 128)
+    return many and "q_segments" in call and "pattern" not in call
 
 
 def default_config(call: Call) -> Config:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.sizes import rounded_sizes
 from ejkernel.kernels.softmax.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
@@ -22,14 +22,14 @@ IMPLEMENTATIONS = {
 
 
 def bucket(call: Call) -> str:
-    """The shape bucket of a call: sizes rounded up to powers of two but for head dims, and what changes the work."""
+    """The shape bucket of a call: its sizes rounded, and what changes the work."""
     dims = dimensions(call)
-    sizes = [f"{name}{power_of_two(size)}" for name, size in zip("BTSHK", dims[:5], strict=True)]
+    sizes = rounded_sizes(zip("BTSHKDV", dims, strict=True))
     band = call.spec.band
     kind = "full" if band.lo is None and band.hi is None else "causal" if band.lo is None else "window"
     extras = ["chunk"] * (call.spec.chunk is not None)
     extras += [name for name in ("q_segments", "mask", "pattern", "bias") if name in call]
-    return "-".join([*sizes, f"D{dims.D}", f"V{dims.Dv}", call["query"].dtype.name, kind, *extras])
+    return "-".join([sizes, call["query"].dtype.name, kind, *extras])
 
 
 def _struct_call(

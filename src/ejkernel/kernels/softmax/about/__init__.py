@@ -31,7 +31,7 @@ FAMILY = Family(
         problem=Attention,
         platforms={"cpu": ("xla",), "gpu": ("auto", "triton", "pallas", "cudnn", "cute"), "tpu": ("pallas", "xla")},
         peers=peers,
-        trained=(*TRAINED, "bias"),
+        trained=TRAINED,
     ),
     roofline=_roofline,
 )

@@ -17,7 +17,8 @@ from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.types import MaskInfo
 
-TRAINED = ("query", "key", "value")
+QKV = ("query", "key", "value")
+TRAINED = (*QKV, "bias")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Case:
         keys = "" if self.S is None else f" S{self.S}"
         grouped = "" if self.Hkv == self.H else f" Hkv{self.Hkv}"
         detail = {"window": f" {self.window}", "documents": f" {self.documents} at random"}.get(self.mask, "")
-        if self.model:
-            detail += (" bias" if self.bias else "") + ("" if self.dtype == "bfloat16" else f" {self.dtype}")
+        detail += " bias" if self.bias else ""
+        detail += f" {self.dtype}" if self.model and self.dtype != "bfloat16" else ""
         whose = f"{self.group} {self.model}".strip()
         return f"{whose} B{self.B} T{self.T}{keys} H{self.H}{grouped} D{self.D} {self.mask}{detail}"
 
@@ -112,7 +113,7 @@ class Case:
     def arguments(self, arrays: Arrays) -> dict[str, Any]:
         options = {"causal": self.causal, "sliding_window": self.sliding_window}
         options |= {"cum_seqlens_q": arrays.get("offsets"), "bias": arrays.get("bias")}
-        return {name: arrays[name] for name in TRAINED} | options
+        return {name: arrays[name] for name in QKV} | options
 
 
 def _dense(T: int, tokens: int, width: int, D: int, dtype: str, unit: str = "ms") -> list[Case]:

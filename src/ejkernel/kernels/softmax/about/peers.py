@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel.about.benchmark import Arrays, Contender, Program, Quiet, jax_program, passes_of
 from ejkernel.kernels.softmax.about import torch_peers
-from ejkernel.kernels.softmax.about.cases import TRAINED, Case
+from ejkernel.kernels.softmax.about.cases import QKV, TRAINED, Case
 
 # (case, arrays) -> out
 Attend = Callable[[Case, Arrays], jax.Array]
@@ -65,7 +65,7 @@ def _in_jax(peer: _Peer) -> Contender:
         if case.documents is not None and peer.takes_mask:
             with quiet:
                 arrays = {**arrays, "mask": jax.block_until_ready(_explicit_mask(case))}
-        function = passes_of(partial(peer.attend, case), what, (*TRAINED, "bias"))
+        function = passes_of(partial(peer.attend, case), what, TRAINED)
         # else XLA rounds the operands of its matmuls on a GPU
         with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
             return jax_program(function, arrays, quiet, tries=peer.tries)
@@ -83,7 +83,7 @@ def _narrow_without_bias(case: Case) -> str | None:
 
 def _jax_nn(implementation: Literal["xla", "cudnn"], case: Case, arrays: Arrays) -> jax.Array:
     return jax.nn.dot_product_attention(
-        *map(arrays.__getitem__, TRAINED),
+        *map(arrays.__getitem__, QKV),
         bias=arrays.get("bias"),
         mask=arrays.get("mask"),
         is_causal=case.causal,
@@ -96,7 +96,7 @@ def _tokamax(case: Case, arrays: Arrays) -> jax.Array:
     import tokamax
 
     return tokamax.dot_product_attention(
-        *map(arrays.__getitem__, TRAINED),
+        *map(arrays.__getitem__, QKV),
         bias=arrays.get("bias"),
         mask=arrays.get("mask"),
         is_causal=case.causal,
@@ -108,7 +108,7 @@ def _tokamax(case: Case, arrays: Arrays) -> jax.Array:
 def _fa4(case: Case, arrays: Arrays) -> jax.Array:
     import fa4_jax
 
-    q, k, v = map(arrays.__getitem__, TRAINED)
+    q, k, v = map(arrays.__getitem__, QKV)
     if case.documents is None:
         return fa4_jax.flash_attn(q, k, v, causal=case.causal, window_size=case.sliding_window)
     offsets = arrays["offsets"]

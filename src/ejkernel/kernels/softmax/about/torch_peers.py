@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel.about.benchmark import FORWARD, Arrays, Contender, Program, Quiet
 from ejkernel.about.torch_program import Step, Tensor, missing, torch_program
-from ejkernel.kernels.softmax.about.cases import TRAINED, Case
+from ejkernel.kernels.softmax.about.cases import QKV, Case
 
 # (query, key, value) -> out, all (B, H, T, D)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -100,7 +100,7 @@ def _build(make: Callable[[Case, Any], Attend], case: Case, what: str, arrays: A
 
     # the same memory, seen as (B, H, T, D)
     named = {name: torch.from_dlpack(arrays[name]).transpose(1, 2) for name in case.shapes()}
-    query, key, value = (named[name].detach().requires_grad_(what != FORWARD) for name in TRAINED)
+    query, key, value = (named[name].detach().requires_grad_(what != FORWARD) for name in QKV)
 
     def made() -> Step:
         attend = make(case, query.device)
