@@ -93,3 +93,31 @@ def test_verify_does_not_wait_for_what_is_being_compiled():
     done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
     assert done.stderr == "interrupted\n"
+
+
+IN_A_PROCESS = """
+import signal, sys
+from dataclasses import replace
+from ejkernel.cli import verify
+from ejkernel.cli.main import main
+from ejkernel.kernels.pooling import about
+
+class Interrupts:
+    def __reduce__(self):
+        interrupt = "__import__('os').kill(__import__('os').getppid(), 2)"
+        return eval, (f"lambda call, dtype: ({interrupt}, __import__('time').sleep(300))",)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+verify._processes = lambda: 2
+pooled = replace(about.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4), definition=Interrupts())
+about.FAMILY = replace(about.FAMILY, checks=lambda: [pooled])
+sys.argv = ["ejkernel", "verify", "mean_pooling"]
+main()
+"""
+
+
+def test_verify_leaves_no_process_behind():
+    """One that slept on would keep its output open, and the test waiting."""
+    done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "interrupted\n"

@@ -51,7 +51,7 @@ class Measured(NamedTuple):
     culprit: str | None = None
 
 
-def _device_works() -> bool:
+def device_works() -> bool:
     """Whether anything runs any more: after an illegal address nothing does in the same process."""
     try:
         return float(jnp.ones(()) + 1) == 2
@@ -155,7 +155,7 @@ def measure(
             program, result = bench.build(contender, what)
             if program is None:
                 results.append(result)
-                if not _device_works():
+                if not device_works():
                     yield Measured(_nobody(case, [contender.name], "failed", result.reason), contender.name)
                     return
                 continue

@@ -9,8 +9,8 @@ from ejkernel.about.benchmark import UNITS
 from ejkernel.bench.report import Document, where
 from ejkernel.ops.files import write_whole
 
-# Okabe and Ito's colours, which everybody can tell apart; ours strong, peers after them
-OURS = ("#0072B2", "#D55E00", "#009E73", "#000000")
+# Okabe and Ito's colours, which everybody can tell apart, and Tol's wine; ours strong, peers after them
+OURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#882255")
 PEERS = ("#56B4E9", "#E69F00", "#CC79A7", "#999999", "#F0E442")
 
 
@@ -19,7 +19,7 @@ def _colors(found: Document) -> dict[str, str]:
     return {name: next(ours if platform else peers, "#BBBBBB") for name, platform in found["contenders"].items()}
 
 
-# a group with no more cases of a length than this shares a panel
+# a group with no more cases of a length than this, on average, shares a panel
 FEW = 2
 
 
@@ -35,9 +35,10 @@ def _rows(found: Document) -> list[tuple[str, list[str], str]]:
     found_rows = []
     for (_, _, unit, group), lengths in sorted(rows.items()):
         together = [lengths[T] for T in sorted(lengths)]
-        if max(map(len, together)) <= FEW:
+        if sum(map(len, together)) <= FEW * len(together):
             together = [[case for cases in together for case in cases]]
-        found_rows += [(f"{group}, {_common(found, cases)}", cases, unit) for cases in together]
+        titles = [", ".join(filter(None, (group, _common(found, cases)))) for cases in together]
+        found_rows += [(title, cases, unit) for title, cases in zip(titles, together, strict=True)]
     return found_rows
 
 

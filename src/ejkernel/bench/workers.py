@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -45,7 +45,7 @@ def _uninterrupted() -> Iterator[None]:
 
 def spread(
     task: Callable[[Any], Iterable[Any]], items: deque[Any], processes: int, deadline: float
-) -> Iterator[tuple[Any, Any]]:
+) -> Generator[tuple[Any, Any], None, None]:
     """(item, answer) for each answer of task(item) as it comes, every item in a process of its own.
 
     The last is `Lost` where the process died or was too late. Items may be added to the queue while iterating.

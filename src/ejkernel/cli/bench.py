@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CaseFilter = Annotated[str | None, typer.Option(help="Only cases whose name matches this regular expression.")]
 Platforms = Annotated[
-    list[str] | None, typer.Option(help="Of ours: auto, xla, triton, pallas or cudnn; again for more.")
+    list[str] | None, typer.Option(help="Of ours: auto, xla, triton, pallas, cudnn or cute; again for more.")
 ]
 Peers = Annotated[list[str] | None, typer.Option(help="Only this peer (see --list), or none; again for more.")]
 Json = Annotated[Path | None, typer.Option(callback=writable, help="Keep the numbers there, written after every case.")]

@@ -1,15 +1,22 @@
 """Every operation on every platform that works here, against its definition: numbers, gradients and time.
 
-Compiling is most of the work, and is done side by side; what is compiled runs one after another, in the order shown.
+Compiling is most of the work, on a GPU mostly Python's. Workers share it: there fresh processes, of which one that
+dies takes a single answer with it, elsewhere threads of this process. Each keeps what it compiled; when all is checked,
+and nothing is compiled any more, they take times one after another.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from contextvars import copy_context
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +25,14 @@ from jax.stages import Compiled
 
 from ejkernel.about.answers import Error, Truth
 from ejkernel.about.family import Arrays, Check
+from ejkernel.bench.measure import device_works
+from ejkernel.bench.workers import Lost, spread
 from ejkernel.cli.families import family_of
 from ejkernel.ops import PLATFORMS, explain
 from ejkernel.ops.tuning import median_seconds
 
 Function = Callable[[Arrays, Any], Any]
-# for programs that run once, by backend: what takes long to compile there and makes them faster only
+# by backend: what takes long to compile there and makes programs of XLA's own faster only
 QUICKLY: dict[str, Any] = {
     "cpu": {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
     "gpu": {"xla_gpu_autotune_level": 0},
@@ -33,10 +42,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one check went on one platform.
-
-    Seconds are of a forward and, where there is one, a backward; `clock` measures them, and those of jax.nn.
-    """
+    """How one check went on one platform. Seconds are of a forward and, where there is one, a backward."""
 
     check: Check
     platform: str
@@ -45,7 +51,6 @@ class Outcome:
     seconds: float | None = None
     peer_seconds: float | None = None
     crash: str = ""
-    clock: Callable[[], tuple[float, float | None]] | None = None
 
     @property
     def ok(self) -> bool:
@@ -85,6 +90,10 @@ class _Case:
     """A check with its inputs. What it compiles is for the caller to keep."""
 
     def __init__(self, check: Check):
+        backend = jax.default_backend()
+        self.quickly = QUICKLY.get(backend)
+        # trying out XLA's matmuls takes longer than all else, and kernels have nothing of it
+        self.own = self.quickly if backend == "gpu" else None
         self.check, self.family = check, family_of(check.operation)
         arrays = check.arrays()
         wide = {name: jnp.asarray(np.asarray(x, np.float32)) for name, x in arrays.items()}
@@ -107,6 +116,7 @@ class _Case:
     def _compiled(self, function: Function, inputs: Any, options: Any = None) -> Compiled:
         return jax.jit(_step(function, self.check.differentiable), compiler_options=options).lower(*inputs).compile()
 
+    @cached_property
     def truths(self) -> tuple[Truth, Truth | None]:
         """What the outputs should be, and the gradients where there are any: the same for all platforms."""
         exact = self._by_definition(jnp.float32, self.wide)
@@ -117,80 +127,214 @@ class _Case:
         return output, Truth.of(exact[1], naive[1]) if self.check.differentiable else None
 
     def _by_definition(self, dtype: Any, inputs: Any) -> tuple[Arrays, Arrays]:
-        options = QUICKLY.get(jax.default_backend())
-        return jax.device_get(self._compiled(lambda a, f: self._defined(a, f, dtype), inputs, options)(*inputs))
+        program = self._compiled(lambda a, f: self._defined(a, f, dtype), inputs, self.quickly)
+        return jax.device_get(program(*inputs))
 
     def ours(self, platform: str) -> Compiled:
         """The public function on a platform."""
         function, static = self.family.function(self.check.operation), self.check.static
-        return self._compiled(lambda a, f: function(**a, **f, **static, platform=platform), self.inputs)
+        return self._compiled(lambda a, f: function(**a, **f, **static, platform=platform), self.inputs, self.own)
 
-    def peer(self) -> Compiled | None:
-        """jax.nn, where it has such a thing."""
+    def peer(self) -> Compiled:
+        """jax.nn, which has such a thing."""
         peer = self.check.peer
-        return None if peer is None else self._compiled(lambda a, f: peer(self._call(a, f)), self.inputs)
+        assert peer is not None
+        return self._compiled(lambda a, f: peer(self._call(a, f)), self.inputs)
 
 
-class _Work:
-    """A check, whose programs a pool compiles as it gets to them."""
+# Workers ----------------------------------------------------------------------------------------------------
 
-    def __init__(self, pool: ThreadPoolExecutor, check: Check, platforms: list[str]):
-        def submit(task: Callable[[], Any]) -> Future[Any]:
-            return pool.submit(copy_context().run, task)
 
-        self.check = check
-        # before what waits for it, which therefore never waits in vain
-        self.case: Future[_Case] = submit(lambda: _Case(check))
-        self.truths: Future[tuple[Truth, Truth | None]] = submit(lambda: self.case.result().truths())
-        self.ours: dict[str, Future[Compiled]] = {
-            platform: submit(lambda platform=platform: self.case.result().ours(platform)) for platform in platforms
+class _Piece(NamedTuple):
+    """What a worker does at a time: a check, by its number, on a platform; or on None, that is by jax.nn."""
+
+    number: int
+    check: Check
+    platform: str | None
+
+
+# what a worker may be told to do with a piece, and what it finds: fields of an `Outcome`
+CHECK, TIME = "check", "time"
+Found = dict[str, Any]
+
+
+class _Worker:
+    """Pieces as they are checked, and later timed."""
+
+    def __init__(self, pieces: list[_Piece]):
+        self.pieces = pieces
+        self.cases: dict[int, _Case] = {}
+        self.programs: dict[int, Compiled] = {}
+
+    def do(self, step: str, n: int) -> Found:
+        number, check, platform = self.pieces[n]
+        if step == TIME:
+            return {"seconds": median_seconds(self.programs[n], *self.cases[number].inputs, repeats=REPEATS)}
+        if number not in self.cases:
+            self.cases[number] = _Case(check)
+        case = self.cases[number]
+        self.programs[n] = case.peer() if platform is None else case.ours(platform)
+        if platform is None:
+            return {}
+        outputs, gradients = jax.device_get(self.programs[n](*case.inputs))
+        output, gradient = case.truths
+        return {
+            "output": _worst(output, outputs),
+            "gradient": None if gradient is None else _worst(gradient, gradients),
         }
-        self.peer: Future[Compiled | None] = submit(lambda: self.case.result().peer())
-
-    def outcome(self, platform: str) -> Outcome:
-        """Run the check on a platform."""
-        try:
-            outputs, gradients = jax.device_get(self.ours[platform].result()(*self.case.result().inputs))
-            output, gradient = self.truths.result()
-            errors = _worst(output, outputs), None if gradient is None else _worst(gradient, gradients)
-        except Exception as crash:  # a kernel may raise anything, and the others are still to be checked
-            return Outcome(self.check, platform, crash=_described(crash))
-        return Outcome(self.check, platform, *errors, clock=lambda: self._seconds(self.ours[platform].result()))
-
-    def _seconds(self, program: Compiled) -> tuple[float, float | None]:
-        inputs = self.case.result().inputs
-        return median_seconds(program, *inputs, repeats=REPEATS), self._peer_seconds
-
-    @cached_property
-    def _peer_seconds(self) -> float | None:
-        peer = self.peer.result()
-        return None if peer is None else median_seconds(peer, *self.case.result().inputs, repeats=REPEATS)
 
 
-def _described(crash: Exception) -> str:
+def _described(crash: BaseException) -> str:
     return f"{type(crash).__name__}: {crash}"
 
 
-def verify(work: list[tuple[Check, list[str]]]) -> Iterator[Outcome]:
-    """The outcome of every check on each of its platforms, in order, as they come; `timed` adds their times.
+def _obey(pieces: list[_Piece], item: tuple[int, Connection]) -> Iterator[Found | Lost]:
+    """A worker's answer to each of its orders, until nobody gives any more or its device is down."""
+    worker, (_, orders) = _Worker(pieces), item
+    while True:
+        try:
+            step, n = orders.recv()
+        except EOFError:
+            return
+        try:
+            found = worker.do(step, n)
+        except Exception as crash:  # a kernel may raise anything, and the others are still to be checked
+            if not device_works():
+                yield Lost(_described(crash))
+                return
+            found = {"crash": _described(crash)}
+        yield found
 
-    When it ends, nothing is compiled any more: that would slow what is timed.
+
+def _in_threads(task: Callable[[Any], Iterator[Any]], items: deque[Any]) -> Generator[tuple[Any, Any], None, None]:
+    """As `spread` does, in threads of this process, all at once; after Ctrl-C nobody waits for what they compile."""
+    answers: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
+    running = 0
+
+    def work(item: Any) -> None:
+        try:
+            for answer in task(item):
+                answers.put((item, answer))
+        except BaseException as crash:  # or all would wait for it
+            answers.put((item, Lost(_described(crash))))
+        answers.put(None)
+
+    while items or running:
+        while items:
+            Thread(target=copy_context().run, args=(work, items.popleft()), daemon=True).start()
+            running += 1
+        said = answers.get()
+        if said is None:
+            running -= 1
+        else:
+            yield said
+
+
+class _Foreman:
+    """Hires workers and gives them orders: pieces to check while there are any, then one to time at a time.
+
+    Attributes:
+        hired: workers that are to start, each with where it gets its orders.
+        left: pieces to check, those of checks with many first.
+        known: by worker, the checks that it has the inputs and the truths of.
+        busy: by worker, its order.
+        untimed: by piece, the worker that has its program.
     """
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
-        for one, platforms in [(_Work(pool, check, platforms), platforms) for check, platforms in work if platforms]:
-            yield from map(one.outcome, platforms)
-        pool.shutdown()
-    finally:  # after Ctrl-C nobody waits for what is being compiled
-        pool.shutdown(wait=False, cancel_futures=True)
+
+    def __init__(self, pieces: list[_Piece], checked: Callable[[Outcome], None]):
+        self.pieces, self.checked = pieces, checked
+        self.hired: deque[tuple[int, Connection]] = deque()
+        self.orders: dict[int, Connection] = {}
+        pieces_of = Counter(piece.number for piece in pieces)
+        self.left = sorted(range(len(pieces)), key=lambda n: -pieces_of[pieces[n].number])
+        self.known: dict[int, set[int]] = {}
+        self.busy: dict[int, tuple[str, int]] = {}
+        self.untimed: dict[int, int] = {}
+        self.found: dict[tuple[str, int], Found] = {}
+
+    def hire(self) -> None:
+        """One more worker, for one of the pieces left."""
+        worker, (receiver, sender) = len(self.known), Pipe(duplex=False)
+        self.hired.append((worker, receiver))
+        self.orders[worker], self.known[worker] = sender, set()
+        self._have_checked(worker)
+
+    def hear(self, worker: int, answer: Found | Lost) -> None:
+        """Note a worker's answer, and go on."""
+        if isinstance(answer, Lost):
+            del self.orders[worker]
+            self.untimed = {n: who for n, who in self.untimed.items() if who != worker}
+        if worker in self.busy:
+            self._note(worker, {"crash": answer.reason} if isinstance(answer, Lost) else answer)
+        if self.left and worker in self.orders:
+            self._have_checked(worker)
+        elif self.left:
+            self.hire()
+        elif self.untimed and not self.busy:
+            n, owner = self.untimed.popitem()
+            self._order(owner, TIME, n)
+        elif not self.busy:
+            for orders in self.orders.values():
+                orders.close()
+
+    def _have_checked(self, worker: int) -> None:
+        """By preference a piece of a check that the worker knows, then of one that nobody knows."""
+        mine, everybodys = self.known[worker], set().union(*self.known.values())
+        numbers = {n: self.pieces[n].number for n in self.left}
+        n = min(self.left, key=lambda n: (numbers[n] not in mine, numbers[n] in everybodys))
+        self.left.remove(n)
+        mine.add(numbers[n])
+        self._order(worker, CHECK, n)
+
+    def _order(self, worker: int, step: str, n: int) -> None:
+        self.busy[worker] = step, n
+        self.orders[worker].send((step, n))
+
+    def _note(self, worker: int, found: Found) -> None:
+        step, n = self.busy.pop(worker)
+        self.found[step, n] = found
+        _, check, platform = self.pieces[n]
+        if step == CHECK and "crash" not in found:
+            self.untimed[n] = worker
+        if step == CHECK and platform is not None:
+            self.checked(Outcome(check, platform, **found))
+
+    def outcomes(self) -> list[Outcome]:
+        """All that was found."""
+        peers = {piece.number: n for n, piece in enumerate(self.pieces) if piece.platform is None}
+        return [
+            self._outcome(n, piece.check, piece.platform, peers.get(piece.number))
+            for n, piece in enumerate(self.pieces)
+            if piece.platform is not None
+        ]
+
+    def _outcome(self, n: int, check: Check, platform: str, peer: int | None) -> Outcome:
+        checked, timed = self.found[CHECK, n], self.found.get((TIME, n), {})
+        peers = {} if peer is None else {**self.found[CHECK, peer], **self.found.get((TIME, peer), {})}
+        late = timed.get("crash") or peers.get("crash")
+        crash = {"crash": f"while it was timed: {late}"} if late else {}
+        return Outcome(check, platform, **{"peer_seconds": peers.get("seconds"), **timed, **crash, **checked})
 
 
-def timed(outcome: Outcome) -> Outcome:
-    """The outcome with its times, where it did not crash."""
-    if outcome.clock is None:
-        return outcome
-    try:
-        seconds, peer_seconds = outcome.clock()
-    except Exception as crash:  # as above; jax.nn may crash too
-        return replace(outcome, crash=f"while it was timed: {_described(crash)}")
-    return replace(outcome, seconds=seconds, peer_seconds=peer_seconds)
+def _processes() -> int:
+    """How many share the work. 0 where threads do: a TPU belongs to one process, and for a CPU mostly XLA compiles."""
+    return max(1, min(14, (os.cpu_count() or 1) - 2)) if jax.default_backend() == "gpu" else 0
+
+
+def verify(work: list[tuple[Check, list[str]]], checked: Callable[[Outcome], None]) -> list[Outcome]:
+    """The outcome of every check on each of its platforms, in order; `checked` hears of each, untimed, as it comes."""
+    pieces = [
+        _Piece(number, check, platform)
+        for number, (check, platforms) in enumerate(work)
+        for platform in (*platforms, *([None] if platforms and check.peer else []))
+    ]
+    foreman, processes = _Foreman(pieces, checked), _processes()
+    workers = min(len(pieces), processes or os.cpu_count() or 1)
+    for _ in range(workers):
+        foreman.hire()
+    task = partial(_obey, pieces)
+    answers = spread(task, foreman.hired, workers, float("inf")) if processes else _in_threads(task, foreman.hired)
+    with closing(answers):  # ends the processes, after Ctrl-C too
+        for (worker, _), answer in answers:
+            foreman.hear(worker, answer)
+    return foreman.outcomes()

@@ -1,0 +1,126 @@
+"""How checks are shared among workers: processes on a GPU, threads elsewhere."""
+
+import pickle
+from dataclasses import replace
+
+import jax
+import pytest
+
+from ejkernel.about.answers import Error
+from ejkernel.bench.workers import Lost
+from ejkernel.cli import verify
+from ejkernel.cli.families import families
+from ejkernel.cli.verify import CHECK, TIME, _Foreman, _Piece
+from ejkernel.kernels.pooling import about as pooling
+from ejkernel.kernels.softmax.about.checks import attention
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
+
+SMALL = attention("small", "B1 T24 H2 D8", dtype="float32", causal=True)
+HALF = attention("half", "B1 T8 H1 D4", dtype="bfloat16", peer=False)
+POOLED = pooling.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
+
+
+class Source:
+    """A function for another process, which cannot import this file."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __reduce__(self):
+        return eval, (self.source,)
+
+
+def outcomes(*checks):
+    """Of the checks, and the names in the order in which they were heard of."""
+    heard = []
+    found = verify.verify([(check, ["xla"]) for check in checks], lambda outcome: heard.append(outcome.check.name))
+    return found, heard
+
+
+def test_processes_find_what_threads_find(monkeypatch):
+    threads, _ = outcomes(SMALL, HALF, POOLED)
+    monkeypatch.setattr(verify, "_processes", lambda: 2)
+    processes, heard = outcomes(SMALL, HALF, POOLED)
+    assert sorted(heard) == ["half", "pooled", "small"]
+    for one, other in zip(threads, processes, strict=True):
+        assert one.ok and other.seconds is not None
+        assert (other.peer_seconds is None) == (other.check.peer is None)
+        assert replace(one, seconds=None, peer_seconds=None) == replace(other, seconds=None, peer_seconds=None)
+
+
+def test_a_process_that_dies_takes_one_check_with_it(monkeypatch):
+    monkeypatch.setattr(verify, "_processes", lambda: 1)  # another takes its place
+    dies = Source("lambda call, dtype: __import__('os')._exit(7)")
+    lost, fine = outcomes(replace(HALF, definition=dies), POOLED)[0]
+    assert lost.crash == "its process ended with exit code 7" and not lost.ok
+    assert fine.ok and fine.seconds is not None
+
+
+def test_every_check_can_be_sent_to_a_process():
+    for family in families().values():
+        for check in family.checks():
+            assert pickle.loads(pickle.dumps(check)).name == check.name
+
+
+def test_who_took_its_device_down_does_no_more(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(verify, "device_works", lambda: False)
+    monkeypatch.setattr(verify.os, "cpu_count", lambda: 1)
+    before, lost, after = outcomes(POOLED, replace(HALF, definition=broken), POOLED)[0]
+    assert lost.crash == "RuntimeError: an illegal address"
+    assert before.ok and before.seconds is None  # its program is gone
+    assert after.ok and after.seconds is not None
+
+
+class Crew:
+    """A foreman of workers that do nothing."""
+
+    def __init__(self, count, *pieces):
+        self.foreman = _Foreman([_Piece(number, SMALL, platform) for number, platform in pieces], lambda _: None)
+        for _ in range(count):
+            self.foreman.hire()
+        self.orders = {}
+
+    def heard(self):
+        """What the workers are told now; None stands for the end."""
+        while self.foreman.hired:
+            worker, orders = self.foreman.hired.popleft()
+            self.orders[worker] = orders
+        told = {}
+        for worker in [worker for worker, orders in self.orders.items() if orders.poll()]:
+            try:
+                told[worker] = self.orders[worker].recv()
+            except EOFError:
+                told[worker] = self.orders.pop(worker).close()
+        return told
+
+    def says(self, worker, answer):
+        self.foreman.hear(worker, answer)
+        return self.heard()
+
+
+FOUND = {"output": Error(0.0, 0.0, 1.0), "gradient": None}
+
+
+def test_workers_stay_with_the_checks_they_know():
+    crew = Crew(2, (0, "xla"), (1, "xla"), (1, "triton"), (1, "pallas"), (2, "xla"))
+    assert crew.heard() == {0: (CHECK, 1), 1: (CHECK, 0)}  # the one with most pieces first
+    assert crew.says(0, FOUND) == {0: (CHECK, 2)}
+    assert crew.says(1, FOUND) == {1: (CHECK, 4)}
+    assert crew.says(1, FOUND) == {1: (CHECK, 3)}  # nobody else has got to it
+
+
+def test_times_are_taken_one_at_a_time_when_all_is_checked():
+    crew = Crew(3, (0, "xla"), (0, "triton"), (0, None))
+    assert crew.heard() == {n: (CHECK, n) for n in range(3)}
+    assert crew.says(0, FOUND) == crew.says(2, {}) == {}
+    assert crew.says(1, FOUND) == {1: (TIME, 1)}
+    assert crew.says(0, Lost("killed while it waited")) == {0: None}
+    assert crew.says(1, Lost("killed")) == {1: None, 2: (TIME, 2)}
+    assert crew.says(2, {"seconds": 3.0}) == {2: None}
+    xla, triton = crew.foreman.outcomes()
+    assert xla.ok and (xla.seconds, xla.peer_seconds) == (None, 3.0)
+    assert triton.crash == "while it was timed: killed"
