@@ -581,7 +581,7 @@ def test_a_case_starts_again_without_what_took_the_device_down(monkeypatch):
 
 def test_a_device_that_went_down_ends_the_case(toy, monkeypatch):
     toy(CAUSAL, DOCUMENTS, more=[contender("killer", error=RuntimeError("illegal address"))])
-    monkeypatch.setattr(measure, "_device_works", lambda: False)
+    monkeypatch.setattr(measure, "device_works", lambda: False)
     result = run("softmax", "--peer", "killer", "--repeats", "1")
     assert result.exit_code == 1 and "the device went down under killer" in result.output
 
@@ -640,8 +640,8 @@ def test_a_run_of_auto_is_another_of_the_platform_it_took():
 
 def test_a_few_of_those_measured_are_shown():
     kept = str(Path(__file__).parents[2] / "benchmarks" / "softmax_nvidia_h200.json")
-    result = run("show", kept, "--case", "documents", "--contender", "auto|Flex")
-    assert result.exit_code == 0 and "ejkernel auto" in result.output and "FlexAttention" in result.output
+    result = run("show", kept, "--case", "documents", "--contender", "auto|fa4")
+    assert result.exit_code == 0 and "ejkernel auto" in result.output and "fa4-jax" in result.output
     assert "tokamax" not in result.output.split("sm_90")[0]  # what follows names the versions
     result = run("show", kept, "--contender", "abacus")
     assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)

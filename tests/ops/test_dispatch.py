@@ -1,5 +1,7 @@
 """Which platform runs, and how that is explained."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -210,13 +212,22 @@ def test_a_platform_that_does_not_import_is_a_refusal(monkeypatch):
     assert told.refusals["pallas"] == ["it cannot be imported: KeyError: 'idx'"]
 
 
+def test_triton_alone_is_not_enough(monkeypatch):
+    """PyTorch brings it, without jax-triton: what needs its kernels goes elsewhere."""
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    _, told = choose(FLASH_ATTENTION, call_on(H200, bias=jnp.ones((1, 2, 32, 32), jnp.bfloat16)), None, None)
+    assert told.platform == "xla"
+    for platform in ("triton", "pallas"):
+        assert any("the package jax_triton is not installed" in reason for reason in told.refusals[platform])
+
+
 def test_a_forced_platform_gives_every_reason():
     told = explain(flash_attention, Q, Q, Q, logits_soft_cap=3.0, dropout_prob=0.5, dropout_seed=0, platform="cudnn")
     device, *others = told.refusals["cudnn"]
     assert "needs an NVIDIA GPU" in device
     assert any("soft cap" in reason for reason in others) and any("dropout" in reason for reason in others)
-    with pytest.raises(NotImplementedError, match=r"(?s)needs an NVIDIA GPU.*on an NVIDIA GPU: dropout"):
-        flash_attention(Q, Q, Q, dropout_prob=0.5, dropout_seed=0, platform="pallas")
+    with pytest.raises(NotImplementedError, match=r"(?s)needs an NVIDIA GPU.*on an NVIDIA GPU: .*not float32"):
+        flash_attention(Q, Q, Q, platform="pallas")
 
 
 def test_explain_of_a_function_that_makes_two_calls():

@@ -13,8 +13,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd, mosaic_gpu_bwd_fused, mosaic_gpu_fwd
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import Runs, Walk
+from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd, mosaic_gpu_bwd_fused, mosaic_gpu_fwd, triton
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import Runs, Walk, copied_bias
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target, deterministic
@@ -23,6 +23,12 @@ from ejkernel.ops.dispatch import plan
 from ejkernel.types import BlockPattern, MaskInfo
 
 HOPPER = Target("gpu", "nvidia_h200", "sm_90", cores=132)
+DROPOUT = {"dropout_prob": 0.1, "dropout_seed": 3}
+
+
+def bias(rows, columns, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct((rows, columns), dtype)
+
 
 CASES = {
     "D64": {"D": 64},
@@ -46,28 +52,55 @@ CASES = {
     "D128-pattern-64-segments": {"D": 128, "pattern": 64, "segments": True, "causal": True, "sinks": True},
     "D256-pattern-64-causal": {"D": 256, "pattern": 64, "causal": True},
     "D96-pattern-128-window": {"D": 96, "pattern": 128, "causal": True, "sliding_window": 200},
+    "D80-causal": {"D": 80, "causal": True},
+    "D40-ragged": {"D": 40, "T": 201},
+    "D192-Dv128-causal": {"D": 192, "Dv": 128, "causal": True},
+    "D64-bias": {"D": 64, "bias": bias(256, 256)},
+    "D64-mask": {"D": 64, "T": 200, "dense": (2, 1, 200, 200)},
+    "D128-mask-of-keys-causal": {"D": 128, "dense": (2, 1, 1, 256), "causal": True},
+    "D256-mask-of-heads": {"D": 256, "dense": (1, 4, 256, 256)},
+    "D64-mask-bias-dropout": {
+        "D": 64,
+        "dense": (1, 1, 256, 256),
+        "bias": bias(256, 256),
+        "dropout_prob": 0.1,
+        "dropout_seed": 3,
+    },
+    "D64-dropout": {"D": 64, **DROPOUT},
+    "D128-dropout-segments": {"D": 128, **DROPOUT, "segments": True, "causal": True},
+    "D128-bias-causal-soft-cap": {"D": 128, "T": 500, "bias": bias(500, 500), "causal": True, "logits_soft_cap": 20.0},
+    "D64-bias-of-keys-float32": {"D": 64, "bias": bias(1, 256, "float32")},
+    "D128-bias-float32": {"D": 128, "bias": bias(256, 256, "float32"), "causal": True},
+    "D256-bias-dropout": {"D": 256, "bias": bias(256, 256), **DROPOUT},
     "D128-many-tiles-segments-ordered": {"D": 128, "T": 4096, "H": 8, "segments": True, "causal": True},
     "D64-many-tiles-pattern-ordered": {"D": 64, "T": 4096, "H": 8, "pattern": 64, "causal": True},
 }
 
 
-def arguments(D, T=256, H=4, Hkv=2, segments=False, sinks=False, pattern=0, shared=False, **options):
+def arguments(D, T=256, H=4, Hkv=2, Dv=0, segments=False, sinks=False, pattern=0, shared=False, **options):
     q = jax.ShapeDtypeStruct((2, T, H, D), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, T, Hkv, D), jnp.bfloat16)
+    v = jax.ShapeDtypeStruct((2, T, Hkv, Dv or D), jnp.bfloat16)
     masks = [MaskInfo.from_segments(jnp.zeros((2, T), jnp.int32))] if segments else []
     if pattern:
         blocks = BlockPattern.local_stride(H, -(-T // pattern), 1, 3, homo_head=shared, block_size=pattern)
         masks.append(MaskInfo.from_block_pattern(blocks, q_len=T))
+    if dense := options.pop("dense", None):
+        masks.append(MaskInfo.from_attention_mask(jnp.ones(dense, jnp.bool_)))
     if masks:
         options["mask_info"] = reduce(operator.and_, masks)
     if sinks:
         options["softmax_aux"] = jnp.zeros(H)
-    return (q, k, k), options
+    if bias := options.pop("bias", None):
+        options["bias"] = jnp.zeros((1, H, *bias.shape), bias.dtype)
+    return (q, k, v), options
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lowers_forward_and_backward(name):
+def test_lowers_forward_and_backward(name, monkeypatch):
     arrays, options = arguments(**CASES[name])
+    # a kernel of Triton's, which jax-triton lowers with a GPU alone
+    monkeypatch.setattr(triton, "bias_gradient", lambda call, *_: jnp.zeros(call["bias"].shape))
 
     def both(query, key, value):
         call = canonicalise(query, key, value, **options).on(HOPPER)
@@ -76,7 +109,8 @@ def test_lowers_forward_and_backward(name):
         outputs, residuals = mosaic_gpu.forward(call, config)
         return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
 
-    for same_bits in (False, True) if CASES[name]["D"] == 128 and mosaic_gpu.CAN_ADD else (True,):
+    may_be_one = CASES[name]["D"] == 128 and mosaic_gpu.CAN_ADD and not {"bias", "dropout_prob"} & set(CASES[name])
+    for same_bits in (False, True) if may_be_one else (True,):
         kind = {"fused": True} if not same_bits else {}
         kind |= {"ordered": "ordered" in name}
         with deterministic(same_bits):
@@ -171,15 +205,21 @@ def test_programs_share_tiles_of_unknown_length(shape, side):
 
 
 ONE_KERNEL = [(128, {"fused": True})] if mosaic_gpu.CAN_ADD else []
+BIASED = [(D, {"bias": bias(rows, 256)}) for D in (64, 96, 128) for rows in (1, 256)]
+BIASED += [(256, {"bias": bias(1, 256)})]
 
 
 @pytest.mark.parametrize(
     ("D", "kind"),
-    [(D, {"dkv_split": split, "fused": False}) for D in mosaic_gpu.HEAD_DIMS for split in (False, True)] + ONE_KERNEL,
+    [(D, {"dkv_split": split, "fused": False}) for D in mosaic_gpu.HEAD_DIMS for split in (False, True)]
+    + ONE_KERNEL
+    + BIASED,
 )
 def test_shared_memory_is_what_the_kernels_allocate(D, kind, monkeypatch):
     """Arrays in whole kilobytes, Mosaic's scratch in one more, and barriers of 8 bytes for which 256 are set aside."""
-    arrays, options = arguments(D, causal=True)
+    kind = dict(kind)
+    bias = kind.pop("bias", None)
+    arrays, options = arguments(D, causal=True, bias=bias)
     allocated = {}
 
     def record(body, semantics, *, out_type, scratch, programs, name, **_):
@@ -195,8 +235,9 @@ def test_shared_memory_is_what_the_kernels_allocate(D, kind, monkeypatch):
         config = replace(mosaic_gpu.default_config(call), **kind)
         outputs, residuals = mosaic_gpu.forward(call, config)
         assert mosaic_gpu.backward(call, residuals, outputs, config)
-        return config.shared_bytes(D)
+        return config.shared_bytes(D, *(copied_bias(call, side) for side in ("q", "k")))
 
+    monkeypatch.setattr(triton, "bias_gradient", lambda call, *_: jnp.zeros(call["bias"].shape))
     for module in (mosaic_gpu_fwd, mosaic_gpu_bwd, mosaic_gpu_bwd_fused):
         monkeypatch.setattr(module, "launch", record)
     expected = {}
@@ -230,6 +271,17 @@ def test_a_batch_may_pass_the_limit_of_a_second_grid_dimension():
         return mosaic_gpu.forward(call, mosaic_gpu.default_config(call))
 
     assert "mosaic_gpu" in jax.jit(attend).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("shape", [(70000, 1, 1, 16), (1, 1, 16, 1), (70000, 1, 16, 16)], ids=str)
+def test_so_may_that_of_a_bias(shape):
+    q, bias = jax.ShapeDtypeStruct((70000, 16, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def gradient(query, bias):
+        call = canonicalise(query, query, query, bias=bias).on(HOPPER)
+        return triton.bias_gradient(call, {"out": query, "lse": jnp.zeros((70000, 1, 16))}, {"out": query})
+
+    assert jax.eval_shape(gradient, q, bias).shape == shape
 
 
 @pytest.mark.parametrize("D", mosaic_gpu.HEAD_DIMS)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.modules import flash_attention
+from ejkernel.ops import explain
 from ejkernel.types import MaskInfo
 from harness import PLATFORMS, evaluate, normal
 from harness.softmax import Case, call_case
@@ -218,6 +219,28 @@ def standard_tiles():
     case = Case("tiles", T=45, S=53, H=2, D=8, bias="HT1", sinks="H", tiles=(16, 16), options=options)
     cotangents = {"out": normal("dout", (2, 45, 2, 8)), "lse": normal("dlse", (2, 2, 45))}
     return evaluate(partial(call_case, case, PLATFORMS[0]), case.arrays(), cotangents)
+
+
+@pytest.mark.parametrize("D", [64, 192])
+def test_one_number_a_head_is_that_number_for_every_key(D, native):
+    """As a bias, which a soft cap makes count. Its own gradient is a sum that cancels, and is not compared."""
+    floats = {name: normal(name, (1, 130, 2, D), jnp.bfloat16) for name in ("query", "key", "value")}
+    options = native.options((128, 64), "bfloat16")
+    if native.name in explain(flash_attention, **floats, logits_soft_cap=2.0, **options).refusals:
+        with pytest.raises(NotImplementedError, match="soft cap"):
+            flash_attention(**floats, logits_soft_cap=2.0, **options)
+        return
+    numbers, dout = normal("bias", (1, 2, 1, 1), jnp.bfloat16), normal("dout", (1, 130, 2, D), jnp.bfloat16)
+
+    def step(floats, keys, **options):
+        bias = jnp.broadcast_to(numbers, (1, 2, 1, keys)).astype(floats["query"].dtype)
+        attend = partial(flash_attention, bias=bias, logits_soft_cap=2.0, **options)
+        return evaluate(lambda x: {"out": attend(**x)}, floats, {"out": dout.astype(bias.dtype)})
+
+    wide = {name: x.astype(jnp.float32) for name, x in floats.items()}
+    exact, naive = (step(x, 130, platform="xla", precision="highest") for x in (wide, floats))
+    for got, right, rough in zip(step(floats, 1, **options), exact, naive, strict=True):
+        assert_close(got, right, rough)
 
 
 def test_dropout_of_a_prefix_does_not_depend_on_what_follows():

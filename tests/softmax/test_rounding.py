@@ -1,5 +1,6 @@
 """Rounded logits are part of the definition: the check of a case sees whether they are rounded, and to what."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 
 from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
+from ejkernel.modules import flash_attention
 from harness import check
 from harness.platforms import PLATFORMS
 from harness.softmax import CASES, Case, call_case, definition
@@ -56,3 +58,26 @@ def test_compilers_may_not_take_the_rounding_out():
     q = jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32)
     text = jax.jit(lambda q: reference(canonicalise(q, q, q, logits_dtype="bfloat16"))).lower(q).as_text()
     assert "reduce_precision" in text and "bf16" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "default", "found"),
+    [
+        ("float32", None, None, "HIGHEST"),
+        ("float32", None, "tensorfloat32", "HIGH"),
+        ("float32", "default", None, "DEFAULT"),
+        ("bfloat16", None, None, "DEFAULT"),
+    ],
+)
+def test_float32_is_multiplied_as_such_unless_told_otherwise(dtype, given, default, found):
+    """On GPUs and TPUs XLA rounds what it multiplies; that is visible in the program only."""
+    q = jax.ShapeDtypeStruct((1, 8, 1, 4), dtype)
+
+    def step(q):
+        return jax.vjp(lambda x: flash_attention(x, x, x, precision=given, platform="xla"), q)[1](q)
+
+    with jax.default_matmul_precision(default):
+        text = jax.jit(step).lower(q).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    kinds = [set(re.findall(r"precision = \[(\w+), (\w+)\]", line)) or {("DEFAULT", "DEFAULT")} for line in products]
+    assert len(products) >= 6 and all(kind == {(found, found)} for kind in kinds)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import blocksparse_attention, flash_attention, scaled_dot_product_attention
 from ejkernel.types import BlockPattern, MaskInfo
-from harness import evaluate, normal
+from harness import PLATFORMS, by_case, evaluate, normal
 from tolerances import assert_close
 
 B, T, H, D = 4, 20, 4, 8
@@ -288,6 +288,22 @@ def test_what_devices_share_inside_a_checked_shard_map(mesh):
     cotangents = {"out": normal("dout", (B, T, H, D))}
     given = placed(mesh, floats, P("dp")) | {"softmax_aux": jax.device_put(sinks, NamedSharding(mesh, P()))}
     agree(evaluate(split, given, cotangents), evaluate(local, floats | {"softmax_aux": sinks}, cotangents))
+
+
+@by_case([platform for platform in PLATFORMS if platform.interpreted])
+def test_kernels_inside_a_checked_shard_map(case):
+    """They do not say what their results vary over; gradients must, and that of what devices share is a sum."""
+    floats = {name: x[:2, :, :2] for name, x in qkv().items()} | {"bias": normal("bias", (1, 2, 1, T))}
+    mesh = Mesh(np.asarray(jax.devices("cpu"))[:2], ("dp",), axis_types=(AxisType.Auto,))
+
+    def local(floats):
+        return {"out": flash_attention(**floats, causal=True, **case.options((8, 8), "float32"))}
+
+    specs = {name: P("dp") for name in floats} | {"bias": P()}
+    split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P("dp"))
+    cotangents = {"out": normal("dout", (2, T, 2, D))}
+    with case.context():
+        agree(evaluate(split, floats, cotangents), evaluate(local, floats, cotangents))
 
 
 def test_arrays_that_jit_splits(mesh):

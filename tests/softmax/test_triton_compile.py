@@ -101,15 +101,29 @@ def test_those_after_a_nan_fit(target, D):
         check_fits(compiled(target, launch, operands), "bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["pattern", "bias-and-mask"])
-def test_more_arrays_fit(kind):
+@pytest.mark.parametrize(("kind", "D"), [("pattern", 256), ("bias-and-mask", 256), ("bias-and-mask", 128)])
+def test_more_arrays_fit(kind, D):
     """Those of a bias or mask pass through shared memory as well; on smaller GPUs the tiles leave room enough."""
-    launches, careful = default_launches("sm_90", "bfloat16", 256, kind)
+    launches, careful = default_launches("sm_90", "bfloat16", D, kind)
     listed = [[dict(launch.constexprs)["C"].LISTS for launch, _ in some] for some in (launches, careful)]
     assert any(listed[0]) and careful and not any(listed[1])  # lists of the small tiles after a nan would be large
     assert ("dbias_kernel" in {launch.kernel.__name__ for launch, _ in launches}) == (kind == "bias-and-mask")
     for launch, operands in launches:
         check_fits(compiled("sm_90", launch, operands), "bfloat16")
+
+
+@pytest.mark.parametrize("letters", ["BHTS", "1HTS", "BHT1", "BH1S", "1H1S", "1111"])
+def test_a_bias_gets_a_gradient_like_itself(letters):
+    sizes = {"1": 1, "B": B, "H": H, "T": T, "S": T}
+    bias = jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in letters), jnp.bfloat16)
+
+    def gradient(query, bias):
+        call = canonicalise(query, query, query, bias=bias).on(Target("gpu", "sm_90", "sm_90"))
+        lse = jnp.zeros((B, H, T))
+        return triton.bias_gradient(call, {"out": query, "lse": lse}, {"out": query})
+
+    found = jax.eval_shape(gradient, jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16), bias)
+    assert (found.shape, found.dtype) == (bias.shape, bias.dtype)
 
 
 def test_reductions_after_products_compile_for_tensor_memory():

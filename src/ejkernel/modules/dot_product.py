@@ -62,7 +62,7 @@ def dot_product_attention(
         dropout_rate: chance that a weight is dropped.
         deterministic: True switches dropout off.
         dtype: query, key and value are cast to it first.
-        precision: of the matmuls on float32 inputs.
+        precision: of the matmuls on float32 inputs; None is close to float32 everywhere.
         module: must be None: there are no weights to sow. `ejkernel.modules.attention` returns them.
 
     Returns:

@@ -13,7 +13,7 @@ from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
 from ejkernel.ops.empty import allow_empty, allow_empty_gradient
 from ejkernel.ops.operation import Arrays, Call, Dims, Plan
 from ejkernel.ops.partitioning import partitioned
-from ejkernel.ops.sharding import on_mesh_of
+from ejkernel.ops.sharding import on_mesh_of, varying_like
 
 
 @contextmanager
@@ -48,7 +48,8 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
 
     def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
         with on_mesh_of(arrays), default_rules():
-            return plan.implementation.forward(_call(plan, arrays), plan.config)
+            found = plan.implementation.forward(_call(plan, arrays), plan.config)
+        return varying_like(found, arrays)  # kernels do not say what their results vary over
 
     operation = plan.operation
     split = partitioned(one, operation.splits, [operation.arrays], _results(plan)) if plan.implicit else one
@@ -62,9 +63,11 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
     """Gradients by array name, from the cotangents of those outputs that have one."""
 
     def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        with on_mesh_of((arrays, residuals, cotangents)), default_rules():
+        given = arrays, residuals, cotangents
+        with on_mesh_of(given), default_rules():
             assert plan.implementation.backward is not None
-            return plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
+            found = plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
+        return varying_like(found, given)
 
     operation = plan.operation
     groups = [operation.arrays, _results(plan), _results(plan)]

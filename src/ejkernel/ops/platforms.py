@@ -47,7 +47,7 @@ class Platform:
 
 _ROWS = (
     Platform("xla", ("cpu", "gpu", "tpu")),
-    Platform("triton", ("gpu",), packages=("triton",), extra="cuda", interpreter="gpu"),
+    Platform("triton", ("gpu",), packages=("triton", "jax_triton"), extra="cuda", interpreter="gpu"),
     Platform("pallas", ("gpu", "tpu"), interpreter="tpu"),
     Platform("cudnn", ("gpu",)),
     Platform("cute", ("gpu",), packages=("fa4_jax",), extra="fa4", python="3.12"),

@@ -20,7 +20,7 @@ Entries = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
 # per size: how platforms compare further away than that is not known
 MAX_DOUBLINGS = 4
-# a kernel for another head dim is another kernel
+# the head dims: a kernel for another one is another kernel, and its times and configs are its own
 EXACT_SIZES = ("D", "V")
 
 
@@ -154,14 +154,15 @@ def doublings(bucket: str, other: str) -> int | None:
     >>> doublings("B2-T8192-D64-bfloat16-causal", "B1-T2048-D64-bfloat16-causal")
     3
     >>> doublings("B2-T8192-D64-bfloat16-causal", "B2-T8192-D64-bfloat16-full")
+    >>> doublings("B2-T8192-D80-bfloat16-causal", "B2-T8192-D64-bfloat16-causal")
     """
     (sizes, words), (other_sizes, other_words) = _parsed(bucket), _parsed(other)
     if words != other_words or sizes.keys() != other_sizes.keys():
         return None
-    apart = {letter: abs(sizes[letter].bit_length() - other_sizes[letter].bit_length()) for letter in sizes}
-    if any(apart.get(letter) for letter in EXACT_SIZES) or max(apart.values(), default=0) > MAX_DOUBLINGS:
+    if any(sizes.get(letter) != other_sizes.get(letter) for letter in EXACT_SIZES):
         return None
-    return sum(apart.values())
+    apart = {letter: abs(sizes[letter].bit_length() - other_sizes[letter].bit_length()) for letter in sizes}
+    return None if max(apart.values(), default=0) > MAX_DOUBLINGS else sum(apart.values())
 
 
 def _checked(document: Any) -> Entries:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from ejkernel.ops.tuned_files import EXACT_SIZES
+
 
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is neither below n nor below `least`, itself one."""
@@ -9,11 +11,9 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def rounded_sizes(sizes: Iterable[tuple[str, int]]) -> str:
-    """Sizes by letter, as a shape bucket names them: to powers of two, but for the head dims D and V.
-
-    A kernel for another head dim is another kernel, and its times and configs are its own.
+    """Sizes by letter, as a shape bucket names them: to powers of two, but for those that are compared exactly.
 
     >>> rounded_sizes([("T", 1000), ("D", 80), ("V", 96)])
     'T1024-D80-V96'
     """
-    return "-".join(f"{name}{size if name in ('D', 'V') else power_of_two(size)}" for name, size in sizes)
+    return "-".join(f"{name}{size if name in EXACT_SIZES else power_of_two(size)}" for name, size in sizes)

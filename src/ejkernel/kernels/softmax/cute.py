@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from ejkernel.kernels.softmax.gradients import output_cotangent
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation, apart
-from ejkernel.ops.sharding import varying_like
 
 Arrays = dict[str, jax.Array]
 
@@ -114,7 +113,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     kernel = partial(fa4_fwd_p.bind, cfg=_options(call), need_lse=True)
     out, lse = apart(kernel)(*qkv, *_lengths(call))
     lse = lse.reshape(H, B, T).swapaxes(0, 1) if "q_offsets" in call else lse
-    outputs = varying_like({"out": out.reshape(B, T, H, Dv), "lse": lse}, call.arrays)
+    outputs = {"out": out.reshape(B, T, H, Dv), "lse": lse}
     return outputs, outputs
 
 
@@ -129,8 +128,7 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     out, dout = _tokens(call, residuals["out"], output_cotangent(residuals, cotangents))
     kernel = partial(fa4_vjp_p.bind, cfg=_options(call), has_d_lse=False)
     found = apart(kernel)(*qkv, out, lse, dout, *_lengths(call))
-    gradients = {name: x.reshape(call[name].shape) for name, x in zip(names, found, strict=True)}
-    return varying_like(gradients, call.arrays)
+    return {name: x.reshape(call[name].shape) for name, x in zip(names, found, strict=True)}
 
 
 # dq is added in any order, and so are dk and dv of grouped heads

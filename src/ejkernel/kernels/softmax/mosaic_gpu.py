@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.softmax.mosaic_gpu_bwd import backward
-from ejkernel.kernels.softmax.mosaic_gpu_fwd import forward
+from ejkernel.kernels.softmax import mosaic_gpu_bwd, mosaic_gpu_fwd
+from ejkernel.kernels.softmax.mosaic_gpu_bwd import BIAS_TILES
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import Masks, results_apart
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import Extent, Masks, copied_bias, results_apart
 from ejkernel.kernels.softmax.spec import Band, dimensions
-from ejkernel.ops import Call, Implementation
+from ejkernel.ops import PLATFORMS, Call, Implementation
+from ejkernel.ops.operation import Arrays
 from ejkernel.ops.settings import is_deterministic
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -77,13 +78,21 @@ class Config:
         if self.ordered and not self.persistent:
             raise ValueError("ordered=True deals tiles to as many programs as cores: it needs persistent=True")
 
-    def shared_bytes(self, head_dim: int) -> dict[str, int]:
-        """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes."""
+    def shared_bytes(self, head_dim: int, bias_q: Extent = "", bias_k: Extent = "") -> dict[str, int]:
+        """Shared memory of each kernel for 16-bit inputs: tiles, and what is small in whole kilobytes.
+
+        What is copied of a bias differs where queries are the rows of a tile and where keys are.
+        """
+
+        def bias(kind: Extent, columns: int) -> int:
+            return {"tile": 2 * 128 * columns, "column": -(-4 * columns // 1024) * 1024}.get(kind, 0)
+
         row, results = 2 * head_dim, 128 if results_apart(head_dim) else 0
         statistics = 4 * self.dkv_stages * self.dkv_block_q
         ring = 2 * self.dkv_stages * self.dkv_block_q
         found = {
             "forward": row * (128 + results + 2 * self.stages * self.block_k)
+            + bias(bias_q, self.stages * self.block_k)
             + _small(8 * 64, _marks(self.stages, self.block_k)),
         }
         if self.fused:
@@ -94,8 +103,10 @@ class Config:
         exchange = 2 * 64 * self.dkv_block_q * 2 if self.dkv_split else 0
         return found | {
             "dq": row * (2 * 128 + results + self.dq_slots * self.dq_block_k)
+            + bias(bias_q, BIAS_TILES * self.dq_block_k)
             + _small(_marks(self.dq_slots, self.dq_block_k)),
             "dkv": row * (2 * keys + gradients + ring)
+            + bias(bias_k, self.dkv_stages * self.dkv_block_q)
             + exchange
             + _small(statistics, statistics, _marks(2 * self.dkv_stages, self.dkv_block_q)),
         }
@@ -120,19 +131,16 @@ def unsupported(call: Call) -> list[str]:
         reasons.append(f"needs a Hopper GPU (sm_90), not {call.target.arch}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         reasons.append(f"needs bfloat16 or float16 throughout, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if dims.D not in HEAD_DIMS:
-        reasons.append(f"head dim {dims.D} is not one of {HEAD_DIMS}")
-    if dims.Dv != dims.D:
-        reasons.append(f"value head dim {dims.Dv} differs from {dims.D}")
-    for name, what in (("bias", "a bias"), ("mask", "a dense mask")):
-        if name in call:
-            reasons.append(f"{what} is not implemented")
+    if (most := max(dims.D, dims.Dv)) > HEAD_DIMS[-1]:
+        reasons.append(f"head dim {most} is above {HEAD_DIMS[-1]}")
+    elif most <= HEAD_DIMS[0] // 2:
+        reasons.append(f"head dim {most}: half or more of the narrowest tiles, {HEAD_DIMS[0]}, would be zeros")
+    if "bias" in call:
+        reasons += [f"the gradient of a bias is a kernel of Triton's: {why}" for why in PLATFORMS["triton"].missing()]
     if "pattern" in call and any(size % PIECE for size in spec.pattern_block):
         reasons.append(f"a block pattern needs blocks of multiples of {PIECE}, not {spec.pattern_block}")
     if spec.pattern_by_position:
         reasons.append("a block pattern is read by index, not by position")
-    if spec.dropout:
-        reasons.append("dropout is not implemented")
     if spec.with_argmax:
         reasons.append("the argmax output is not implemented")
     if spec.logits_dtype != "float32":
@@ -142,20 +150,38 @@ def unsupported(call: Call) -> list[str]:
     return reasons
 
 
+def width(call: Call) -> int:
+    """The head dim that the kernels have for a call: zeros are added to others."""
+    dims = dimensions(call)
+    return next((D for D in HEAD_DIMS if max(dims.D, dims.Dv) <= D), HEAD_DIMS[-1])
+
+
 def unsupported_config(call: Call, config: Config) -> list[str]:
     """Why a config does not fit the call."""
-    D = dimensions(call).D
+    D, bias_q, bias_k = width(call), copied_bias(call, "q"), copied_bias(call, "k")
     reasons = [
         f"its {kernel} kernel needs {size} bytes of shared memory, of {SMEM_BYTES}"
-        for kernel, size in config.shared_bytes(D).items()
+        for kernel, size in config.shared_bytes(D, bias_q, bias_k).items()
         if size > SMEM_BYTES
     ]
-    return reasons + (_unsupported_fused(D, config) if config.fused else [])
+    blocks = {"block_k": config.block_k, "dq_block_k": config.dq_block_k, "dkv_block_q": config.dkv_block_q}
+    if bias_q == "tile" and ("pattern" in call or "mask" in call):  # whose blocks are put together from pieces
+        reasons += [
+            f"a bias of every pair under a pattern or dense mask needs {n}=64, not {b}"
+            for n, b in blocks.items()
+            if b != 64
+        ]
+    if config.dkv_split and bias_k == "tile":
+        reasons.append("dkv_split=True leaves no room for a bias of 16-bit numbers")
+    return reasons + (_unsupported_fused(call, config) if config.fused else [])
 
 
-def _unsupported_fused(D: int, config: Config) -> list[str]:
-    """Why the backward cannot be one kernel. It does every call of head dim 128 that two kernels do."""
+def _unsupported_fused(call: Call, config: Config) -> list[str]:
+    """Why the backward cannot be one kernel. It does every other call of head dim 128 that two kernels do."""
+    D = width(call)
     limits = {
+        "fused=True has no bias": "bias" in call,
+        "fused=True has no dropout": call.spec.dropout > 0,
         f"fused=True is for head dim 128, not {D}": D != 128,
         f"fused=True needs dkv_block_q=64, not {config.dkv_block_q}": config.dkv_block_q != 64,
         "fused=True keeps the gradients of a key together: it needs dkv_split=False": config.dkv_split,
@@ -168,26 +194,30 @@ def _unsupported_fused(D: int, config: Config) -> list[str]:
 def _fused_is_faster(call: Call) -> bool:
     """Whether one kernel was measured to be faster than two: without a mask, as many key heads, whole tiles."""
     dims = dimensions(call)
-    masks = any(name in call for name in ("q_segments", "q_positions", "pattern"))
+    masks = any(name in call for name in ("q_segments", "q_positions", "pattern", "mask"))
     hidden = masks or call.spec.chunk is not None or call.spec.band != Band()
     whole = dims.Hkv == dims.H and dims.T % 128 == 0 and dims.S % 128 == 0
-    return whole and not hidden and dims.D == 128 and CAN_ADD
+    return whole and not hidden and width(call) == 128 and CAN_ADD and "bias" not in call and not call.spec.dropout
 
 
 def _order_is_faster(call: Call) -> bool:
     """Whether putting tiles in order is worth its sort: documents, and many tiles for each core."""
     dims, cores = dimensions(call), call.target.cores
     many = 0 < _TILES_WORTH_ORDER * cores <= dims.B * dims.H * -(-dims.T // 128)
-    return many and "q_segments" in call and "pattern" not in call
+    return many and "q_segments" in call and "pattern" not in call and "mask" not in call
 
 
 def default_config(call: Call) -> Config:
     """Tiles by head dim; see the budgets above and in mosaic_gpu_bwd."""
-    D, ordered = dimensions(call).D, _order_is_faster(call)
+    D, ordered, bias = width(call), _order_is_faster(call), copied_bias(call, "q")
+    if D <= 64 and bias == "tile" and ("pattern" in call or "mask" in call):
+        return Config(64, stages=2, dq_block_k=64, dq_slots=4, dkv_block_q=64, dkv_stages=3)
     if D <= 64:
         # with a mask, smaller blocks visit less
-        block_k = 128 if Masks.of(call, "q").mixed else 256
+        block_k = 128 if Masks.of(call, "q").mixed or "bias" in call else 256
         return Config(block_k, stages=2, dq_block_k=128, dq_slots=4, dkv_block_q=64, dkv_stages=3, ordered=ordered)
+    if 64 < D <= 128 and bias == "tile":  # whose tiles leave less room for others
+        return Config(64, dq_block_k=64, dq_slots=5, dkv_block_q=64, dkv_stages=1, ordered=ordered)
     if D <= 128:
         fused = _fused_is_faster(call) and not is_deterministic()
         return Config(128, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=2, fused=fused, ordered=ordered)
@@ -205,7 +235,7 @@ def default_config(call: Call) -> Config:
 
 def search_space(call: Call) -> list[Config]:
     """Configs worth timing that fit in shared memory and in the forward's registers."""
-    D = dimensions(call).D
+    D = width(call)
     base = default_config(call)
     other = replace(base, fused=not base.fused)
     found = [base] if unsupported_config(call, other) else [base, other]
@@ -217,7 +247,7 @@ def search_space(call: Call) -> list[Config]:
                 kept = base.ordered and persistent
                 config = replace(base, block_k=block_k, stages=stages, persistent=persistent, ordered=kept)
                 registers = block_k * 3 // 4 + D // 2
-                fits = registers <= 224 and max(config.shared_bytes(D).values()) <= SMEM_BYTES
+                fits = registers <= 224 and not unsupported_config(call, config)
                 if fits and config != base:
                     found.append(config)
     return found
@@ -230,6 +260,30 @@ def remark(call: Call, config: Config) -> str:
     if is_deterministic() and _fused_is_faster(call):
         return "its backward is two kernels, for the same bits in every run; one kernel takes 10% less time"
     return ""
+
+
+def _grown(x: jax.Array, D: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, D - x.shape[3]))) if x.shape[3] < D else x
+
+
+def _widened(call: Call) -> Call:
+    arrays = {name: _grown(call[name], width(call)) for name in ("query", "key", "value")}
+    return replace(call, arrays=call.arrays | arrays)
+
+
+def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    """Output and log-sum-exp; both are all the backward pass keeps."""
+    found = mosaic_gpu_fwd.forward(_widened(call), config)
+    found["out"] = found["out"][..., : dimensions(call).Dv]
+    return found, dict(found)
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    """Gradients of query, key, value, sinks and bias."""
+    D = width(call)
+    residuals, cotangents = (x | {"out": _grown(x["out"], D)} if "out" in x else x for x in (residuals, cotangents))
+    found = mosaic_gpu_bwd.backward(_widened(call), residuals, cotangents, config)
+    return {name: dx[..., : call[name].shape[3]] if dx.ndim == 4 else dx for name, dx in found.items()}
 
 
 IMPLEMENTATION = Implementation(

@@ -55,9 +55,12 @@ from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
 
+# tiles of the bias in flight for dq
+BIAS_TILES = 2
+
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Any) -> Arrays:
-    """Gradients of query, key, value and sinks."""
+    """Gradients of query, key, value, sinks and bias."""
     dims = dimensions(call)
     q, k, v = (padded_to_8(call[name]) for name in ("query", "key", "value"))
     given, lse = output_cotangent(residuals, cotangents), residuals["lse"]
@@ -71,6 +74,10 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Any) -> 
     else:
         dq, (dk, dv) = _dq(call, config, tensors), _dkv(call, config, tensors)
     gradients = {"query": dq[:, : dims.T], "key": dk[:, : dims.S], "value": dv[:, : dims.S]}
+    if "bias" in call:
+        from ejkernel.kernels.softmax.triton import bias_gradient  # whose package is not needed for all else
+
+        gradients["bias"] = bias_gradient(call, residuals, cotangents)
     return gradients | sink_gradient(call, jnp.where(lse == -jnp.inf, jnp.inf, lse), delta)
 
 
@@ -121,6 +128,9 @@ class _QueryGradient(Gradient):
             "ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.dq_slots),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dq_slots),
         }
+        if self.bias_copied:
+            scratch |= self.bias_scratch(BIAS_TILES)
+            scratch["bias_free"] = plgpu.Barrier(num_arrivals=2, num_barriers=BIAS_TILES)
         return scratch | ({"dq_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
 
     def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dq_ref, **scratch: Any) -> None:
@@ -166,6 +176,10 @@ class _QueryGradient(Gradient):
 
             def copy(j, blocks):
                 spans = self.spans(refs, (b, h, i), j)
+                if self.bias_copied:
+                    tile = lax.rem(blocks, jnp.int32(BIAS_TILES))
+                    pl.when(blocks >= BIAS_TILES)(lambda: plgpu.barrier_wait(scratch["bias_free"].at[tile]))
+                    self.fetch_bias(refs, scratch, tile, (b, h, i), spans)
                 for which, source in enumerate((k_ref, v_ref)):
                     t = 2 * blocks + which
                     slot = lax.rem(t, jnp.int32(slots))
@@ -179,11 +193,12 @@ class _QueryGradient(Gradient):
 
             return lax.fori_loop(row[0], row[3], copy, blocks)
 
-        copy_tiles(self.walk, scratch, scrub, {"free": 2}, feed)
+        copy_tiles(self.walk, scratch, scrub, {"free": 2} | ({"bias_free": 1} if self.bias_copied else {}), feed)
 
     def _step(self, refs, scratch, dq_acc, w, place, before, rows, lse, delta, scrub) -> Callable[..., Any]:
         block, slots = self.config.dq_block_k, self.config.dq_slots
         shape = (64, block)
+        bias_of = self.bias(refs, scratch, rows, place, w)
 
         def step(i, carry, *, masked: bool):
             own = [scratch[name].at[self.own(w)] for name in ("q_smem", "do_smem")]
@@ -200,8 +215,11 @@ class _QueryGradient(Gradient):
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
                     x += across(flags(scratch, k_slot, block, scrub), shape, 1)
-                p, slope = self.weights(x, across(lse, shape, 0), keep)
-                dp = dp_acc[...]
+                tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
+                p, slope = self.weights(x, across(lse, shape, 0), keep, bias_of(tile, i))
+                if self.bias_copied:
+                    plgpu.barrier_arrive(scratch["bias_free"].at[tile])
+                dp = self.kept(dp_acc[...], self.stays(refs, rows, place, i, shape))
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
                 return logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
 
@@ -265,6 +283,7 @@ class _KeyGradient(QueryLoop):
     def _step(self, refs, scratch, dk_acc, dv_acc, w, rows, scrub, place) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)  # keys by queries
+        bias_of = self.bias(refs, scratch, rows, place, w)
 
         def step(n, t, *, masked: bool):
             own = [scratch[name].at[self.own(w)] for name in ("k_smem", "v_smem")]
@@ -278,10 +297,13 @@ class _KeyGradient(QueryLoop):
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
                 keep = self.keep(refs, rows, place, w, n, shape) if masked else None
                 lse = self.log_sums(scratch, slot, shape, masked, scrub)
-                p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse, keep)
-                dp = dp_acc[...]
+                x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                p, slope = self.weights(x, lse, keep, bias_of(slot, n))
+                stays = self.stays(refs, rows, place, n, shape)
+                dp = self.kept(dp_acc[...], stays)
                 delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
-                return p.astype(self.dtype), logits_gradient(p, dp, delta, slope, keep).astype(self.dtype)
+                ds = logits_gradient(p, dp, delta, slope, keep)
+                return self.kept(p, stays).astype(self.dtype), ds.astype(self.dtype)
 
             def add() -> None:
                 p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
@@ -292,6 +314,8 @@ class _KeyGradient(QueryLoop):
             def pass_over() -> None:
                 plgpu.barrier_wait(scratch["q_ready"].at[slot])
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
+                if self.bias_copied:
+                    plgpu.barrier_wait(scratch["bias_ready"].at[slot])
 
             if masked and self.runs.listed:  # these queries may see the other warpgroup's keys alone
                 shown = self.shown(refs, place, w, n)
@@ -329,7 +353,7 @@ class _SplitKeyGradient(QueryLoop):
 
             def work(n, steps):
                 b, h_kv, i = self.place(refs, n)
-                rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {}
+                rows = self.masks.rows(refs, b, i * 64, 64) if index == 0 else {"start": i * 64}
                 plgpu.barrier_wait(scratch["own_ready"].at[index])
 
                 def sum_up(acc):
@@ -353,6 +377,7 @@ class _SplitKeyGradient(QueryLoop):
     def _value_step(self, refs, scratch, dv_acc, rows, scrub, place) -> Callable[..., Any]:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
         shape = (64, block)
+        bias_of = self.bias(refs, scratch, rows, place, 0)
 
         def step(n, t, *, masked: bool):
             slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
@@ -362,7 +387,8 @@ class _SplitKeyGradient(QueryLoop):
                 plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
                 keep = self.keep(refs, rows, place, 0, n, shape) if masked else None
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                p, slope = self.weights(s_acc[...], self.log_sums(scratch, slot, shape, masked, scrub), keep)
+                lse = self.log_sums(scratch, slot, shape, masked, scrub)
+                p, slope = self.weights(s_acc[...], lse, keep, bias_of(slot, n))
                 if slope is None:
                     return p, p
                 # the slope of a masked pair may be nan
@@ -372,7 +398,8 @@ class _SplitKeyGradient(QueryLoop):
             pl.when(t >= 2)(lambda: plgpu.barrier_wait(scratch["p_free"].at[buffer]))
             scratch["p_smem"].at[buffer][...] = sloped.astype(self.dtype)
             plgpu.barrier_arrive(scratch["p_ready"].at[buffer])
-            plgpu.wgmma(dv_acc, p.astype(self.dtype), scratch["do_smem"].at[slot])
+            stays = self.stays(refs, rows, place, n, shape)
+            plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), scratch["do_smem"].at[slot])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
@@ -393,8 +420,9 @@ class _SplitKeyGradient(QueryLoop):
                 p = load(scratch["p_smem"].at[buffer], WGMMA).astype(jnp.float32)
                 plgpu.barrier_arrive(scratch["p_free"].at[buffer])
                 delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                dp = self.kept(dp_acc[...], self.stays(refs, rows, place, n, shape))
                 # a weight of 0 is a masked one: what its value holds does not count
-                return logits_gradient(p, dp_acc[...], delta, None, p != 0.0 if masked else None).astype(self.dtype)
+                return logits_gradient(p, dp, delta, None, p != 0.0 if masked else None).astype(self.dtype)
 
             ds = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_wait(scratch["q_ready"].at[slot])

@@ -10,8 +10,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_retry import copy_parts, fetch, flags, flags_of, retry_scratch
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, Kernel, across, load, masked_block, tile_ref, unknown
+from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
+    COL,
+    Kernel,
+    across,
+    copy_parts,
+    load,
+    masked_block,
+    tile_ref,
+    unknown,
+)
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import copy_tiles
 
 
@@ -22,13 +31,19 @@ class Gradient(Kernel):
         """The warpgroup's number, for addresses inside a loop; at D64 registers hold them all, which is faster."""
         return unknown(w) if self.dims.D == 128 else w
 
-    def weights(self, logits: jax.Array, lse: jax.Array, keep: Any) -> tuple[jax.Array, jax.Array | None]:
+    def weights(
+        self, logits: jax.Array, lse: jax.Array, keep: Any, bias: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Softmax weights of a tile of q.k, and the soft cap's slope."""
-        x, factor, t = self.logits.base2(logits)
-        p = jnp.exp2(x * factor - lse)
+        x, factor, t = self.logits.base2(logits, bias)
+        p = jnp.exp2(self.capped(x * factor - lse))
         if keep is not None:
             p = jnp.where(keep, p, 0.0)
         return p, None if t is None else 1.0 - t * t
+
+    def kept(self, x: jax.Array, stays: jax.Array | None) -> jax.Array:
+        """Zeros where a pair was dropped, the others the larger for it."""
+        return x if stays is None else jnp.where(stays, x * (1.0 / (1.0 - self.dropout)), 0.0)
 
 
 def logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
@@ -54,6 +69,7 @@ class QueryLoop(Gradient):
             "q_ready": plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=c.dkv_stages),
             "do_ready": plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=c.dkv_stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
+            **self.bias_scratch(c.dkv_stages),
         }
 
     def over_heads(self, refs, b, h_kv, i, steps: Any, visit: Callable[..., Any]) -> Any:
@@ -74,6 +90,7 @@ class QueryLoop(Gradient):
                 slot = lax.rem(t, jnp.int32(stages))
                 spans = self.spans(refs, (b, h, i), n)
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
+                self.fetch_bias(refs, scratch, slot, (b, h, i), spans)
                 for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
                     ready = scratch[f"{name}_ready"].at[slot]
                     smem = scratch["lse_smem" if name == "q" else "delta_smem"]

@@ -31,11 +31,11 @@ from ejkernel.ops.operation import Arrays
 
 LN_2 = 0.6931471805599453
 # The running maximum starts here, not at -inf: a masked logit (-inf) minus it is -inf, never inf - inf.
-FLOOR = -1e30
+FLOOR = -3e38
 
 
-def forward(call: Call, config: Any) -> tuple[Arrays, Arrays]:
-    """Output and log-sum-exp; both are all the backward pass keeps."""
+def forward(call: Call, config: Any) -> Arrays:
+    """Output and log-sum-exp."""
     q, k, v = (padded_to_8(call[name]) for name in ("query", "key", "value"))
     dims = dimensions(call)
     T_padded = -(-dims.T // 128) * 128
@@ -54,8 +54,7 @@ def forward(call: Call, config: Any) -> tuple[Arrays, Arrays]:
         programs=kernel.walk.programs,
         name="softmax_forward",
     )(q, k, v, operands)
-    outputs = {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
-    return outputs, dict(outputs)
+    return {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
 
 
 class _Forward(Kernel):
@@ -75,6 +74,7 @@ class _Forward(Kernel):
             "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "turn": plgpu.Barrier(num_arrivals=2),
         }
+        scratch |= self.bias_scratch(c.stages)
         return scratch | ({"out_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
 
     def __call__(self, q_ref, k_ref, v_ref, refs, out_ref, lse_ref, **scratch: Any) -> None:
@@ -98,6 +98,7 @@ class _Forward(Kernel):
                 at = [(batch_index(k_ref, b), span, h_kv) for span in spans]
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["k_free"].at[slot]))
                 fetch([k_ref.at[one] for one in at], scratch["k_smem"].at[slot], scratch["k_ready"].at[slot])
+                self.fetch_bias(refs, scratch, slot, (b, h, i), spans)
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["v_free"].at[slot]))
                 how = ()
                 if careful:
@@ -136,7 +137,7 @@ class _Forward(Kernel):
             acc, m, l = self.runs.loop(row, step, (zeros((64, D)), *self._start(refs, b, h)))
             pl.when(jnp.logical_and(w == 0, n == last))(meet)
             empty = l == 0.0
-            acc *= across(jnp.where(empty, 0.0, 1.0 / l), acc.shape, 0)
+            acc *= across(jnp.where(empty, 0.0, 1.0 / (l * (1.0 - self.dropout))), acc.shape, 0)
             lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
             own = pl.ds(start, 64)
             return blocks + (hi - lo), [
@@ -159,6 +160,7 @@ class _Forward(Kernel):
         c, D = self.config, self.dims.D
         shape = (64, c.block_k)
         q, turn = scratch["q_smem"].at[w], scratch["turn"]
+        bias_of = self.bias(refs, scratch, rows, place, w)
 
         def step(i, carry, *, masked: bool):
             acc, m, l = carry
@@ -171,25 +173,25 @@ class _Forward(Kernel):
                 return s_ref[...], keep
 
             x, keep = pl.run_scoped(qk, plgpu.ACC(shape, jnp.float32))
+            bias = bias_of(slot, i)
             plgpu.barrier_arrive(scratch["k_free"].at[slot])
             plgpu.barrier_wait(turn)  # the other warpgroup has its logits or is done: now it may multiply
 
-            x, factor, _ = self.logits.base2(x)
+            x, factor, _ = self.logits.base2(x, bias)
             if keep is not None:
                 x = jnp.where(keep, x, -jnp.inf)
             top = jnp.maximum(m, x.max(axis=1) * factor)
             decay = jnp.exp2(m - top)
-            p = jnp.exp2(x * factor - across(top, shape, 0))
+            p = jnp.exp2(self.capped(x * factor - across(top, shape, 0)))
             acc *= across(decay, acc.shape, 0)
             l *= decay
             mixed = masked and self.masks.mixed
+            stays = self.stays(refs, rows, place, i, shape)
+            weights = p if stays is None else jnp.where(stays, p, 0.0)
             if mixed and keep is not None:
                 pl.when(scrub)(partial(plgpu.barrier_wait, scratch["v_ready"].at[slot]))
-                p16 = jnp.where(keep, p + across(flags(scratch, slot, c.block_k, scrub), shape, 1), 0.0).astype(
-                    self.dtype
-                )
-            else:
-                p16 = p.astype(self.dtype)
+                weights = jnp.where(keep, weights + across(flags(scratch, slot, c.block_k, scrub), shape, 1), 0.0)
+            p16 = weights.astype(self.dtype)
             if D <= 128:  # registers allow the row sums before the turn changes; at 256 they would spill
                 l += p.sum(axis=1)
                 acc, l, top, p16 = lax.optimization_barrier((acc, l, top, p16))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, Masks, load, zeros
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, Masks, copy_parts, load, zeros
 
 
 def retry_scratch(masks: Masks, flags: int, columns: int, parts: int) -> dict[str, Any]:
@@ -78,14 +78,6 @@ def decide(scratch: dict[str, Any], scrub: Any) -> None:
 
     if "decided" in scratch:
         pl.when(jnp.logical_not(scrub))(look)
-
-
-def copy_parts(sources: list[Any], target: Any, ready: Any) -> None:
-    """Copy arrays that fill a tile in shared memory one after another; each is an arrival at `ready`."""
-    rows = target.shape[0] // len(sources)
-    for n, source in enumerate(sources):
-        part = target if len(sources) == 1 else target.at[pl.ds(n * rows, rows)]
-        plgpu.copy_gmem_to_smem(source, part, ready)
 
 
 def fetch(sources: list[Any], target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:

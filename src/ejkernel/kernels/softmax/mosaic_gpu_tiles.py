@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE, Piece, entries, tile_sizes
 from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
@@ -30,6 +31,10 @@ _index = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Parameter.empty else ()
 
 
+# an array of (batch, head, row, column) is the same for all rows, for all columns, or for neither; or there is none
+Extent = Literal["", "tile", "row", "column"]
+
+
 @dataclass(frozen=True)
 class Logits:
     """From a tile of q.k to logits in base 2."""
@@ -41,8 +46,10 @@ class Logits:
     def of(cls, call: Call) -> "Logits":
         return cls(call.spec.scale, call.spec.soft_cap)
 
-    def base2(self, logits: jax.Array) -> tuple[jax.Array, float, jax.Array | None]:
+    def base2(self, logits: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, float, jax.Array | None]:
         """x, c and t with base-2 logits x * c, c > 0 (left to the caller's fused multiply-add), t the capped tanh."""
+        if bias is not None:
+            return Logits(1.0, self.soft_cap).base2(logits * self.factor + bias.astype(jnp.float32))
         if self.soft_cap is not None:
             # tanh from exp2: the hardware's own tanh is good to 2^-11, which a cap of 50 turns into 2% of a weight
             t = 1.0 - 2.0 / (jnp.exp2(logits * (2.0 * LOG2_E * self.factor / self.soft_cap)) + 1.0)
@@ -69,7 +76,7 @@ class Runs:
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_k: int, side: schedule.Side) -> "Runs":
-        if "pattern" in call:
+        if "pattern" in call or "mask" in call:
             return cls(None, False, True, True, listed=True)
         bounds = schedule.plan(call, block_q, block_k, side).bounds  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(bounds, np.ndarray):
@@ -217,10 +224,12 @@ class Masks:
     mixed: bool = False
     # the blocks are listed, and a piece may be for one half of the rows only
     halves: bool = False
+    # an array says which elements
+    dense: Extent = ""
 
     @classmethod
     def of(cls, call: Call, side: schedule.Side) -> "Masks":
-        spec, positions, halves = call.spec, "q_positions" in call, "pattern" in call
+        spec, positions, halves = call.spec, "q_positions" in call, "pattern" in call or "mask" in call
         # explicit positions leave a ragged tail to the segments, which `arrays` then makes up if there are none
         segments = positions or "q_segments" in call
         band = _seen_from(spec.band, side)
@@ -232,6 +241,7 @@ class Masks:
             positions,
             segments or halves or spec.chunk is not None or spec.band != Band(),
             halves,
+            extent(call.get("mask"), side),
         )
 
     def arrays(self, call: Call, side: schedule.Side, row_tile: int, column_tile: int) -> dict[str, jax.Array]:
@@ -254,6 +264,8 @@ class Masks:
         if self.positions:
             positions = call["kv_positions" if side == "q" else "q_positions"]
             found["column_positions"] = _padded(positions, column_tile, 0, around)
+        if self.dense:
+            found["mask"] = laid_out(call["mask"].astype(jnp.int8), side, dims.S, row_tile, column_tile, around)
         return found
 
     def _intervals(self, call: Call, side: schedule.Side, dims: Dimensions) -> tuple[jax.Array, jax.Array]:
@@ -275,31 +287,26 @@ class Masks:
         return low - shift, jnp.minimum(high - shift, last)
 
     def rows(self, refs: dict[str, Any], b: Any, start: Any, size: int) -> dict[str, jax.Array]:
-        """The row vectors of a tile, loaded once."""
+        """Where the rows of a tile begin, and their vectors, loaded once."""
         names = ["row_low"] * self.lower + ["row_high"] * self.upper + ["row_segments"] * self.segments
-        return {name: load(refs[name].at[batch_index(refs[name], b), pl.ds(start, size)], ROW) for name in names}
+        found = {name: load(refs[name].at[batch_index(refs[name], b), pl.ds(start, size)], ROW) for name in names}
+        return {"start": start, **found}
 
     def keep(
-        self, refs: dict[str, Any], rows: dict[str, jax.Array], b: Any, half: Any, pieces: list[Piece], shape: Any
+        self, refs: dict[str, Any], rows: dict[str, Any], b: Any, h: Any, half: Any, pieces: list[Piece], shape: Any
     ) -> Any:
         """Which elements of the tile whose columns are these pieces count; None if all do."""
         width = shape[1] // len(pieces)
+        starts, before = _starts(pieces, shape), shape[1] - width
 
         def number() -> jax.Array:
             return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 
         def chosen(values: list[Any]) -> Any:
-            """For each column, the value of its piece."""
-            found = values[0]
-            for n, value in enumerate(values[1:], 1):
-                found = jnp.where(number() >= n * width, value, found)
-            return found
-
-        # as if the tile were one run of columns, of which a piece is the n-th part
-        starts = [piece.start - n * width for n, piece in enumerate(pieces)]
+            return _chosen(values, shape)
 
         def column(name: str) -> jax.Array:
-            ref, before = refs[name], shape[1] - width
+            ref = refs[name]
             return chosen(
                 [
                     across(load(ref.at[batch_index(ref, b), pl.ds(start + before, shape[1])], COL), shape, 1)
@@ -323,10 +330,82 @@ class Masks:
                 conditions.append(at <= across(rows["row_high"] - origin, shape, 0))
         if self.segments:
             conditions.append(across(rows["row_segments"], shape, 0) == column("column_segments"))
+        if self.dense:
+            conditions.append(spread(refs["mask"], self.dense, b, h, rows, pieces, shape) != 0)
         keep = None
         for condition in conditions:
             keep = condition if keep is None else keep & condition
         return keep
+
+
+def extent(x: Any, side: schedule.Side) -> Extent:
+    """What an array (B|1, H|1, T|1, S|1), or None, is different for; one number a head counts as one for each key."""
+    if x is None:
+        return ""
+    if 1 not in x.shape[2:]:
+        return "tile"
+    return "column" if (x.shape[2] == 1) == (side == "q") else "row"
+
+
+def laid_out(x: jax.Array, side: schedule.Side, keys: int, row_tile: int, column_tile: int, around: int) -> jax.Array:
+    """Such an array as `spread` reads it: rows first, both in whole tiles, and columns as `Masks.arrays` has them."""
+    kind = extent(x, side)
+    if x.shape[2] == 1:
+        x = jnp.broadcast_to(x, (*x.shape[:3], keys))
+    x = x if side == "q" else x.swapaxes(2, 3)
+    rows = (0, -x.shape[2] % row_tile if kind != "column" else 0)
+    columns = (around, -x.shape[3] % column_tile + around) if kind != "row" else (0, 0)
+    x = jnp.pad(x, ((0, 0), (0, 0), rows, columns))
+    return x if kind == "tile" else x.reshape(*x.shape[:2], -1)
+
+
+def spread(
+    ref: Any, kind: Extent, b: Any, h: Any, rows: dict[str, Any], pieces: list[Piece], shape: tuple[int, int]
+) -> jax.Array:
+    """The part of an array in global memory, laid out, for these rows of a tile and these pieces of columns."""
+    at = batch_index(ref, b), h if ref.shape[1] > 1 else 0
+    own = pl.ds(rows["start"], shape[0])
+
+    def read(part: tuple[Any, ...], layout: Any) -> jax.Array:
+        found = load(ref.at[*at, *part], layout)
+        return found.astype(jnp.int32) if ref.dtype == jnp.int8 else found  # of which Mosaic chooses none
+
+    if kind == "row":
+        return across(read((own,), ROW), shape, 0)
+    before = shape[1] - shape[1] // len(pieces)
+    parts = [pl.ds(start + before, shape[1]) for start in _starts(pieces, shape)]
+    if kind == "column":
+        return _chosen([across(read((part,), COL), shape, 1) for part in parts], shape)
+    return _chosen([read((own, part), WGMMA) for part in parts], shape)
+
+
+def _starts(pieces: list[Piece], shape: tuple[int, int]) -> list[Any]:
+    """Of pieces, where a run of columns as long as the tile would begin of which each is its own part."""
+    return [piece.start - n * (shape[1] // len(pieces)) for n, piece in enumerate(pieces)]
+
+
+def _chosen(values: list[Any], shape: tuple[int, int]) -> Any:
+    """For each column, the value of its piece."""
+    found = values[0]
+    for n, value in enumerate(values[1:], 1):
+        number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        found = jnp.where(number >= n * (shape[1] // len(values)), value, found)
+    return found
+
+
+def copy_parts(sources: list[Any], target: Any, ready: Any) -> None:
+    """Copy arrays that fill a tile in shared memory one after another; each is an arrival at `ready`."""
+    rows = target.shape[0] // len(sources)
+    for n, source in enumerate(sources):
+        part = target if len(sources) == 1 else target.at[pl.ds(n * rows, rows)]
+        plgpu.copy_gmem_to_smem(source, part, ready)
+
+
+def copied_bias(call: Call, side: schedule.Side) -> Extent:
+    """What the copy engine brings of a bias: columns', or 16-bit tiles, where shared memory has room for them."""
+    kind, dims = extent(call.get("bias"), side), dimensions(call)
+    narrow = kind == "column" or (kind == "tile" and call["bias"].dtype == call["query"].dtype)
+    return kind if narrow and max(dims.D, dims.Dv) <= 128 else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,6 +422,9 @@ class Kernel:
     logits: Logits
     dtype: Any
     walk: Walk
+    bias_extent: Extent
+    bias_copied: Extent
+    dropout: float
 
     # whether the halves of a listed tile are put together by what they visit
     alike = False
@@ -355,11 +437,23 @@ class Kernel:
         masks = Masks.of(call, side) if runs.masked else Masks()
         cores = call.target.cores if config.persistent else 0
         walk = Walk.of(dims.B, heads, -(-length // rows), runs, side, cores, config.ordered)
-        return cls(side, rows, block, dims, config, runs, masks, Logits.of(call), call["query"].dtype, walk)
+        dtype, bias = call["query"].dtype, extent(call.get("bias"), side)
+        known = side, rows, block, dims, config, runs, masks, Logits.of(call), dtype, walk
+        return cls(*known, bias, copied_bias(call, side), call.spec.dropout)
 
     def operands(self, call: Call) -> dict[str, jax.Array]:
-        """What the schedule and the masks read."""
+        """What the schedule, the masks and the logits read."""
         found = self.masks.arrays(call, self.side, self.rows, self.block)
+        if self.dropout:
+            found["seeds"] = call["dropout_seeds"]
+        if self.bias_copied == "tile":
+            bias = call["bias"] if self.side == "q" else call["bias"].swapaxes(2, 3)
+            # whole tiles of the swizzle, as Mosaic's copies want them
+            found["bias"] = jnp.pad(bias, ((0, 0), (0, 0), (0, -bias.shape[2] % 8), (0, -bias.shape[3] % 64)))
+        elif self.bias_extent:
+            width, around = (PIECE, self.block - PIECE) if self.runs.listed else (self.block, 0)
+            around = 0 if self.bias_copied else around
+            found["bias"] = laid_out(call["bias"].astype(jnp.float32), self.side, self.dims.S, self.rows, width, around)
         if self.runs.constant is not None:
             return found
         if self.runs.listed:
@@ -368,6 +462,77 @@ class Kernel:
             planned: Any = schedule.plan(call, *tile_sizes(self.side, self.rows, self.block), self.side)
             found["bounds"] = jnp.asarray(planned.bounds)
         return found | ({"order": self.walk.order(found["bounds"])} if self.walk.ordered else {})
+
+    def bias_scratch(self, stages: int) -> dict[str, Any]:
+        """A bias that is copied: tiles, a half of each for each compute warpgroup, or columns' numbers."""
+        if not self.bias_copied:
+            return {}
+        whole = self.bias_copied == "tile"
+        smem = tile_ref((stages, 2, 64, self.block), self.dtype)
+        return {
+            "bias_smem": smem if whole else plgpu.SMEM((stages, self.block), jnp.float32),
+            "bias_ready": plgpu.Barrier(num_arrivals=2 if whole else self.parts, num_barriers=stages),
+        }
+
+    def fetch_bias(self, refs: dict[str, Any], scratch: dict[str, Any], slot: Any, place: Any, spans: Any) -> None:
+        """Copy the bias of a tile's rows, at this batch, query head and number, and of a block's columns."""
+        if not self.bias_copied:
+            return
+        (b, h, i), ref = place, refs["bias"]
+        at = batch_index(ref, b), h if ref.shape[1] > 1 else 0
+        if self.bias_copied == "column":
+            copy_parts(
+                [ref.at[*at, span] for span in spans], scratch["bias_smem"].at[slot], scratch["bias_ready"].at[slot]
+            )
+            return
+        (columns,) = spans
+        own = b, h if self.side == "q" else lax.div(h, jnp.int32(self.dims.G)), i
+        for half in range(2):
+            rows, target = pl.ds(self.start(refs, own, half), 64), scratch["bias_smem"].at[slot, half]
+            plgpu.copy_gmem_to_smem(ref.at[*at, rows, columns], target, scratch["bias_ready"].at[slot])
+
+    def bias(
+        self,
+        refs: dict[str, Any],
+        scratch: dict[str, Any],
+        rows: dict[str, Any],
+        place: tuple[Any, Any, Any],
+        half: Any,
+    ) -> Callable[[Any, Any], jax.Array | None]:
+        """For a warpgroup's half of the rows: the bias of block i, which lies in a slot if it was copied."""
+        (b, h, _), shape = place, (64, self.block)
+        once = None
+        if self.bias_extent == "row":
+            ref = refs["bias"]
+            once = load(ref.at[batch_index(ref, b), h if ref.shape[1] > 1 else 0, pl.ds(rows["start"], 64)], ROW)
+
+        def of_block(slot: Any, i: Any) -> jax.Array | None:
+            if not self.bias_extent:
+                return None
+            if once is not None:
+                return across(once, shape, 0)
+            if not self.bias_copied:
+                return spread(refs["bias"], self.bias_extent, b, h, rows, self.pieces(refs, place, i), shape)
+            plgpu.barrier_wait(scratch["bias_ready"].at[slot])
+            if self.bias_copied == "column":
+                return across(load(scratch["bias_smem"].at[slot], COL), shape, 1)
+            return load(scratch["bias_smem"].at[slot, half], WGMMA)
+
+        return of_block
+
+    def capped(self, x: jax.Array) -> jax.Array:
+        """What remains of logits after their maximum: a fused product may pass 0 by a rounding, large beside -1e9."""
+        return jnp.minimum(x, 0.0) if self.bias_extent else x
+
+    def stays(self, refs: dict[str, Any], rows: dict[str, Any], place: tuple[Any, Any, Any], i: Any, shape: Any) -> Any:
+        """Which pairs of these rows and of that block are not dropped; None where none are."""
+        if not self.dropout:
+            return None
+        b, h, _ = place
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) for axis in (0, 1))
+        starts = _starts(self.pieces(refs, place, i), shape)
+        row, column = row + rows["start"], column + _chosen(starts, shape)
+        return bits.keep(refs["seeds"][b, h], *((row, column) if self.side == "q" else (column, row)), self.dropout)
 
     @property
     def parts(self) -> int:
@@ -404,7 +569,7 @@ class Kernel:
 
     def keep(self, refs: Any, rows: Any, place: tuple[Any, Any, Any], half: Any, i: Any, shape: tuple[int, int]) -> Any:
         """Which elements of a masked tile count: those of a warpgroup's half of the rows, and of that block."""
-        return self.masks.keep(refs, rows, place[0], half, self.pieces(refs, place, i), shape)
+        return self.masks.keep(refs, rows, *place[:2], half, self.pieces(refs, place, i), shape)
 
 
 def _schedule_index(ref: Any, place: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

@@ -38,16 +38,17 @@ class Config:
     """The tiles of the forward, dq and dk/dv kernels.
 
     With `dv`, dv is a launch of its own with that tile and `dkv` is the tile of dk: a product more, but the two sums of
-    a wide head do not share the registers.
+    a wide head do not share the registers. `dbias` is the tile of a bias's gradient; without it, that of dq.
     """
 
     forward: Tile
     dq: Tile
     dkv: Tile
     dv: Tile | None = None
+    dbias: Tile | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward", "dq", "dkv", "dv"):
+        for name in ("forward", "dq", "dkv", "dv", "dbias"):
             if isinstance(getattr(self, name), dict):  # as a tuned file gives it
                 object.__setattr__(self, name, Tile(**getattr(self, name)))
 
@@ -80,6 +81,8 @@ _HOPPER_WITH_ARRAYS = {
     128: (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
     256: (((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2)),) * 2,
 }
+# of a bias's gradient, where it differs from that of dq: of q, k, v and dout, larger tiles read less
+_HOPPER_BIAS = {128: Tile(128, 64, 8, 2)}
 # for calls with a pattern: rows are short, and small tiles share a core
 _HOPPER_WITH_PATTERN = {
     64: (((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),) * 2,
@@ -116,7 +119,7 @@ def default_config(call: Call) -> Config:
     tiles = [Tile(*tile) for tile in table[width][0 if hides_anything(call) else 1]]
     if arrays and table is not _HOPPER_WITH_ARRAYS:
         tiles = [replace(tile, stages=1) for tile in tiles]
-    return Config(*tiles)
+    return Config(*tiles, dbias=_HOPPER_BIAS.get(width) if table is _HOPPER_WITH_ARRAYS else None)
 
 
 # entries of four bytes; a list of tiles may have more, one of pieces is one of wider pieces then
@@ -358,8 +361,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     from ejkernel.kernels.softmax.triton_bwd import dbias_kernel, dkv_kernel, dq_kernel
 
     lse, delta = row_terms(residuals, cotangents)
-    tiles = [config.dq, config.dkv] + ([config.dv] if config.dv else [])
-    block = max(tile.block_q for tile in tiles)
+    block = max(tile.block_q for tile in (config.dq, config.dkv, config.dv, config.dbias) if tile)
     rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(lse, delta, block)}
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
@@ -373,7 +375,7 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         _, dvalue = key_value(config.dv, outputs={"dk": unwritten, "dv": value}, KEY=False)
     gradients = {"query": dquery, "key": dkey, "value": dvalue} | sink_gradient(call, lse, delta)
     if "bias" in call:
-        gradients["bias"] = _bias_gradient(call, config, rows, block, dbias_kernel)
+        gradients["bias"] = _bias_gradient(call, config.dbias or config.dq, rows, block, dbias_kernel)
     return gradients
 
 
@@ -384,13 +386,28 @@ def _padded_rows(lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]
     return {"p_lse": lse, "p_delta": delta}
 
 
-def _bias_gradient(call: Call, config: Config, rows: dict[str, jax.Array], block: int, kernel: Any) -> jax.Array:
-    bias = call["bias"]
-    launch = _Launch(call, config.dq, ROW_BLOCK=block)
-    Bb, Hb, Tb, Sb = bias.shape
-    tiles_q, tiles_k = -(-Tb // config.dq.block_q), -(-Sb // config.dq.block_k)
-    shape = jax.ShapeDtypeStruct(bias.shape, jnp.float32)
-    return launch.run(kernel, (tiles_q, tiles_k, Bb * Hb), shape, **rows).astype(bias.dtype)
+def bias_gradient(call: Call, residuals: Any, cotangents: Any) -> jax.Array:
+    """By a kernel of its own, which every platform's forward may be followed by."""
+    from ejkernel.kernels.softmax.triton_bwd import dbias_kernel
+
+    config = default_config(call)
+    tile = config.dbias or config.dq
+    lse, delta = row_terms(residuals, cotangents)
+    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(lse, delta, tile.block_q)}
+    return _bias_gradient(call, tile, rows, tile.block_q, dbias_kernel)
+
+
+def _bias_gradient(call: Call, tile: Tile, rows: dict[str, jax.Array], block: int, kernel: Any) -> jax.Array:
+    bias, dims = call["bias"], dimensions(call)
+    shape, dtype = bias.shape, bias.dtype
+    if 1 in shape[2:]:  # little is owned: each batch and head has programs of its own, and all are summed after
+        shape, dtype = (dims.B, dims.H, *((1, dims.S) if shape[2] == 1 else (dims.T, 1))), jnp.float32
+        call = replace(call, arrays=call.arrays | {"bias": jnp.broadcast_to(bias, shape)})
+    grid = shape[0] * shape[1], -(-shape[2] // tile.block_q), -(-shape[3] // tile.block_k)
+    launch = _Launch(call, tile, ROW_BLOCK=block)
+    found = launch.run(kernel, grid, jax.ShapeDtypeStruct(shape, dtype), **rows)
+    apart = tuple(axis for axis in range(4) if bias.shape[axis] < shape[axis])
+    return found.sum(apart, keepdims=True).astype(bias.dtype)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

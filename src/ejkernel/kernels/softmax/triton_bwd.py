@@ -235,17 +235,29 @@ def dbias_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     # the tile of the bias this program owns; along an axis that broadcasts, it sums over the whole of it
-    i_tile_q, i_tile_k, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # heads come first in the grid, whose other axes are short; in time, the tiles of a head follow each other
+    n_tiles_q, n_tiles_k = tl.num_programs(1), tl.num_programs(2)
+    i_all = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + n_tiles_q * tl.program_id(2))
+    i_tile_q, i_tile_k = i_all % n_tiles_q, i_all // n_tiles_q % n_tiles_k
+    i_part = i_all // (n_tiles_q * n_tiles_k)
     i_bb, i_bh = i_part, 0
     if C.BIAS & AXIS_H:
         i_bb, i_bh = i_part // C.H, i_part % C.H
     # from the grid, not from the axes: known when compiling, the loop would keep every pointer in registers
     n_h = 1 if C.BIAS & AXIS_H else C.H
-    n_b = B * C.H // (tl.num_programs(2) * n_h)
-    n_q = tl.cdiv(T, C.BQ) // tl.num_programs(0)
-    n_k = tl.cdiv(S, C.BK) // tl.num_programs(1)
+    n_b = B * C.H // (tl.num_programs(0) * n_h)
+    n_q = tl.cdiv(T, C.BQ) // n_tiles_q
+    n_k = tl.cdiv(S, C.BK) // n_tiles_k
+    n_all = n_b * n_h * n_q * n_k
+    if C.BIAS & AXIS_T and C.BIAS & AXIS_S and not C.Q_POSITIONS:
+        # a tile of which the band hides all is 0
+        i_ahead = i_tile_k * C.BK - i_tile_q * C.BQ - (S - T)
+        if C.LO is not None:
+            n_all = tl.where(i_ahead + C.BK - 1 >= C.LO, n_all, 0)
+        if C.HI is not None:
+            n_all = tl.where(i_ahead - C.BQ + 1 <= C.HI, n_all, 0)
     b_sum = tl.full([C.BQ, C.BK], 0.0, tl.float32)
-    for n in range(n_b * n_h * n_q * n_k):
+    for n in range(n_all):
         i_k = (i_tile_k + n % n_k) * C.BK
         i_q = (i_tile_q + n // n_k % n_q) * C.BQ
         i_h = i_bh + n // (n_k * n_q) % n_h

@@ -200,10 +200,18 @@ def _tile_of(tiling: _Tiling, head: _Head, name: str, i: Any, j: Any) -> jax.Arr
     return head.cut(name, (i * tiling.block_q, j * tiling.block_k), (tiling.block_q, tiling.block_k))
 
 
+def _product(spec: Spec, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Left open, float32 is multiplied as such, as on other platforms: by default, XLA rounds it on GPUs and TPUs."""
+    precision, told = spec.precision, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if precision is None and told is None and a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+    return matmul(a, b, contract, precision)
+
+
 def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: Any, j: Any) -> jax.Array:
     """Logits (block_q, block_k) after bias and soft cap, before the mask."""
     spec = tiling.spec
-    logits = matmul(query, key, (1, 1), spec.precision)
+    logits = _product(spec, query, key, (1, 1))
     if not tiling.scaled:
         logits *= spec.scale
     if "bias" in head.arrays:
@@ -279,7 +287,7 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
         online, weights = online_step(online, logits)
         if spec.dropout:
             weights = jnp.where(_stays(tiling, head, i, j), weights / (1.0 - spec.dropout), 0.0)
-        product = matmul(weights.astype(value.dtype), value, (1, 0), spec.precision)
+        product = _product(spec, weights.astype(value.dtype), value, (1, 0))
         return online._replace(out=online.out + product), best
 
     sink = head.arrays["sinks"][head.at("sinks")] if "sinks" in head.arrays else -jnp.inf
@@ -344,7 +352,7 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
     logits = _logits(tiling, head, query, key, i, j)
     seen = _seen(tiling, head, i, j) if masked else True
     p = jnp.exp((jnp.where(seen, logits, MASKED) if masked else logits) - lse)
-    dp = matmul(dout, value, (1, 1), spec.precision)
+    dp = _product(spec, dout, value, (1, 1))
     kept = p
     if spec.dropout:
         stays = _stays(tiling, head, i, j)
@@ -354,7 +362,7 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
         ds = jnp.where(seen, ds, 0.0)  # dp of a hidden value may be inf, the slope of the cap at a hidden nan is nan
 
     def times(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-        return matmul(a.astype(b.dtype), b, contract, spec.precision)
+        return _product(spec, a.astype(b.dtype), b, contract)
 
     return _Gradients(
         _add_block(so_far.query, times(ds, _keys(tiling, head, "finite_key", j), (1, 0)), i, tiling.block_q),
