@@ -120,6 +120,69 @@ def test_lowers_forward_and_backward(name, monkeypatch):
         assert text.count("stablehlo.optimization_barrier") >= 2 * len(kernels)  # around each, see `apart`
 
 
+THREE = {"overlap": True, "warpgroups": 3, "block_k": 128}
+OTHER_WAYS = {
+    "D64-overlap": ("D64", {"overlap": True}),
+    "D64-three": ("D64", THREE),
+    "D64-three-ragged": ("D40-ragged", THREE),
+    "D128-overlap-D80": ("D80-causal", {"overlap": True}),
+    "D64-three-many-tiles": ("D64-many-tiles", THREE),
+    "D64-three-bias": ("D64-bias", THREE),
+    "D64-three-dropout": ("D64-dropout", THREE),
+    "D128-overlap-segments": ("D128-segments-sinks-soft-cap", {"overlap": True}),
+    "D128-overlap-pattern": ("D128-pattern-64-per-head-causal", {"overlap": True}),
+    "D128-overlap-lane": ("D128-many-tiles-causal", {"overlap": True, "semantics": "lane"}),
+    "D256-overlap": ("D256-many-tiles-causal", {"overlap": True}),
+}
+if mosaic_gpu.CAN_ADD:
+    OTHER_WAYS["D64-fused"] = "D64-many-tiles", {"fused": True, "dkv_block_q": 128, "dkv_stages": 2}
+
+
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_lowers_what_is_no_default(name, monkeypatch):
+    case, way = OTHER_WAYS[name]
+    arrays, options = arguments(**CASES[case])
+    monkeypatch.setattr(triton, "bias_gradient", lambda call, *_: jnp.zeros(call["bias"].shape))
+
+    def run(query, key, value):
+        call = canonicalise(query, key, value, **options).on(HOPPER)
+        config = replace(mosaic_gpu.default_config(call), **way)
+        assert mosaic_gpu.unsupported_config(call, config) == []
+        outputs, residuals = mosaic_gpu.forward(call, config)
+        return mosaic_gpu.backward(call, residuals, outputs, config) if config.fused else outputs
+
+    with deterministic(False):
+        text = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = {"forward", "bwd"} if "fused" in way else {"forward"}
+    assert set(re.findall(r"softmax_(\w+?)_mosaic_gpu", text)) == kernels
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "reason"),
+    [
+        ("D128-causal", THREE, "no registers for head dim 128"),
+        ("D64-mask", THREE, "two times 64 queries"),
+        ("D64", {"fused": True, "dkv_stages": 2}, "needs dkv_block_q=128"),
+        ("D64-mask", {"fused": True, "dkv_block_q": 128, "dkv_stages": 2}, "no dense mask"),
+        ("D256-causal", {"fused": True}, "for head dims 64 and 128, not 256"),
+    ],
+)
+def test_refuses_what_it_has_no_room_for(case, way, reason):
+    arrays, options = arguments(**CASES[case])
+    arrays = [jnp.zeros(x.shape, x.dtype) for x in arrays]
+    call = canonicalise(*arrays, **options).on(HOPPER)
+    with deterministic(False):
+        reasons = mosaic_gpu.unsupported_config(call, replace(mosaic_gpu.default_config(call), **way))
+    assert any(reason in found for found in reasons), reasons
+
+
+def test_two_warpgroups_alternate_and_three_do_not():
+    with pytest.raises(ValueError, match="warpgroups=3 needs overlap=True"):
+        mosaic_gpu.Config(warpgroups=3)
+    with pytest.raises(ValueError, match="warpgroups=4 must be 2 or 3"):
+        mosaic_gpu.Config(warpgroups=4, overlap=True)
+
+
 def test_many_tiles_of_documents_are_put_in_order():
     def ordered(**kind):
         arrays, options = arguments(causal=True, **kind)
@@ -204,7 +267,8 @@ def test_programs_share_tiles_of_unknown_length(shape, side):
     assert work.max() - work.min() <= blocks.max()
 
 
-ONE_KERNEL = [(128, {"fused": True})] if mosaic_gpu.CAN_ADD else []
+ONE_KERNEL = [(128, {"fused": True}), (64, {"fused": True, "dkv_block_q": 128, "dkv_stages": 2})]
+ONE_KERNEL = ONE_KERNEL if mosaic_gpu.CAN_ADD else []
 BIASED = [(D, {"bias": bias(rows, 256)}) for D in (64, 96, 128) for rows in (1, 256)]
 BIASED += [(256, {"bias": bias(1, 256)})]
 
@@ -213,7 +277,8 @@ BIASED += [(256, {"bias": bias(1, 256)})]
     ("D", "kind"),
     [(D, {"dkv_split": split, "fused": False}) for D in mosaic_gpu.HEAD_DIMS for split in (False, True)]
     + ONE_KERNEL
-    + BIASED,
+    + BIASED
+    + [(64, {**THREE, "fused": False}), (64, {**THREE, "bias": bias(256, 256)})],
 )
 def test_shared_memory_is_what_the_kernels_allocate(D, kind, monkeypatch):
     """Arrays in whole kilobytes, Mosaic's scratch in one more, and barriers of 8 bytes for which 256 are set aside."""
@@ -294,7 +359,7 @@ def test_the_backward_that_adds_in_any_order_is_taken_unless_the_same_bits_are_a
         assert not mosaic_gpu.default_config(canonicalise(x, x, x, causal=True).on(HOPPER)).fused
         assert config.fused == (D == 128 and mosaic_gpu.CAN_ADD)
         reasons = mosaic_gpu.unsupported_config(call, replace(config, dkv_stages=2, fused=True))
-        assert any("head dim 128" in reason for reason in reasons) == (D != 128)
+        assert any("for head dims 64 and 128" in reason for reason in reasons) == (D not in (64, 128))
         assert ("any order" in mosaic_gpu.remark(call, config)) == config.fused
     with deterministic():
         careful = mosaic_gpu.default_config(call)

@@ -8,7 +8,8 @@ pattern the runs are of places in a list, unmasked then masked, and a block is m
 be neighbours (see mosaic_gpu_lists).
 
 Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2.
-D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128.
+D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128. With `overlap` the previous block's weights are still
+read while these are computed, in the registers of the logits: as many.
 Shared memory (227 KB): 256*D bytes of queries, as much for the output (up to D128; beyond, it takes the queries' place)
 and stages*2*block_k*D*2 of keys and values. D64/128/2: 32+64, D128/128/2: 64+128, D256/64/2: 64+128.
 """
@@ -23,6 +24,7 @@ from jax import lax
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.softmax import mosaic_gpu_bwd, mosaic_gpu_fwd
 from ejkernel.kernels.softmax.mosaic_gpu_bwd import BIAS_TILES
+from ejkernel.kernels.softmax.mosaic_gpu_bwd_fused import BLOCKS
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import Extent, Masks, copied_bias, results_apart
 from ejkernel.kernels.softmax.spec import Band, dimensions
@@ -45,13 +47,16 @@ class Config:
     Attributes:
         block_k: forward, keys of a block.
         stages: forward, key and value blocks in flight.
+        warpgroups: forward, how many compute, each 64 queries; three have 160 registers a thread and need `overlap`.
+        overlap: forward, a warpgroup issues the logits of its next block together with this block's weighted values,
+            and does the softmax of the one beside the other; else two warpgroups alternate.
         dq_block_k: keys of a block in the dq kernel.
         dq_slots: shared-memory slots that keys and values share in the dq kernel.
         dkv_block_q: queries of a block in the dk/dv kernel.
         dkv_stages: query blocks in flight in the dk/dv kernel.
         dkv_split: one warpgroup sums dv, the other dk, over the same 64 keys (for large head dims).
         fused: the backward is one kernel, which adds dq in any order (see mosaic_gpu_bwd_fused). Of the fields above it
-            has `dkv_stages`, and blocks of 64 queries.
+            has `dkv_stages`, and blocks of 64 queries, at head dim 64 of 128.
         semantics: which of Mosaic's two lowerings to use.
         persistent: as many programs as cores, where a fixed deal of tiles is fair.
         ordered: and where only the device knows how much a tile visits, a deal of tiles in order, the longest first.
@@ -59,6 +64,8 @@ class Config:
 
     block_k: int = 128
     stages: int = 2
+    warpgroups: int = 2
+    overlap: bool = False
     dq_block_k: int = 64
     dq_slots: int = 4
     dkv_block_q: int = 64
@@ -71,8 +78,12 @@ class Config:
 
     def __post_init__(self) -> None:
         config_ints(self, ("block_k", "dq_block_k", "dkv_block_q"), 64, multiple=64)
-        for name, least in (("stages", 2), ("dq_slots", 3), ("dkv_stages", 1)):
+        for name, least in (("stages", 2), ("warpgroups", 2), ("dq_slots", 3), ("dkv_stages", 1)):
             config_ints(self, (name,), least)
+        if self.warpgroups > 3:
+            raise ValueError(f"warpgroups={self.warpgroups} must be 2 or 3")
+        if self.warpgroups > 2 and not self.overlap:
+            raise ValueError("warpgroups=3 needs overlap=True: only two can alternate")
         if self.semantics not in ("warpgroup", "lane"):
             raise ValueError(f"semantics={self.semantics!r} must be 'warpgroup' or 'lane'")
         if self.ordered and not self.persistent:
@@ -84,19 +95,19 @@ class Config:
         What is copied of a bias differs where queries are the rows of a tile and where keys are.
         """
 
-        def bias(kind: Extent, columns: int) -> int:
-            return {"tile": 2 * 128 * columns, "column": -(-4 * columns // 1024) * 1024}.get(kind, 0)
+        def bias(kind: Extent, columns: int, rows: int = 128) -> int:
+            return {"tile": 2 * rows * columns, "column": -(-4 * columns // 1024) * 1024}.get(kind, 0)
 
-        row, results = 2 * head_dim, 128 if results_apart(head_dim) else 0
+        row, results, queries = 2 * head_dim, 128 if results_apart(head_dim) else 0, 64 * self.warpgroups
         statistics = 4 * self.dkv_stages * self.dkv_block_q
         ring = 2 * self.dkv_stages * self.dkv_block_q
         found = {
-            "forward": row * (128 + results + 2 * self.stages * self.block_k)
-            + bias(bias_q, self.stages * self.block_k)
-            + _small(8 * 64, _marks(self.stages, self.block_k)),
+            "forward": row * ((2 if results else 1) * queries + 2 * self.stages * self.block_k)
+            + bias(bias_q, self.stages * self.block_k, queries)
+            + _small(4 * queries, _marks(self.stages, self.block_k)),
         }
         if self.fused:
-            products = 2 * 2 * 128 * self.dkv_block_q + 4 * 128 * self.dkv_block_q  # ds twice, dq
+            products = 2 * 2 * 128 * self.dkv_block_q + 4 * 128 * 64  # ds twice, dq
             marks = _marks(2 * self.dkv_stages + 2, self.dkv_block_q)
             return found | {"bwd": row * (2 * 128 + ring) + products + _small(statistics, statistics, marks)}
         keys, gradients = (64, 0) if self.dkv_split else (128, 2 * results)
@@ -114,7 +125,7 @@ class Config:
 
 def _marks(flags: int, columns: int) -> int:
     """Bytes of the marks of a masked call, see `retry_scratch`."""
-    return 2 * (3 + flags) * max(64, columns)
+    return 2 * (4 + flags) * max(64, columns)
 
 
 def _small(*arrays: int) -> int:
@@ -171,19 +182,25 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
             for n, b in blocks.items()
             if b != 64
         ]
+    if config.warpgroups == 3 and D > 64:
+        reasons.append(f"warpgroups=3 leaves no registers for head dim {D}: 64 at most")
+    if config.warpgroups == 3 and ("pattern" in call or "mask" in call):
+        reasons.append("warpgroups=3: the lists of a pattern or dense mask are for tiles of two times 64 queries")
     if config.dkv_split and bias_k == "tile":
         reasons.append("dkv_split=True leaves no room for a bias of 16-bit numbers")
     return reasons + (_unsupported_fused(call, config) if config.fused else [])
 
 
 def _unsupported_fused(call: Call, config: Config) -> list[str]:
-    """Why the backward cannot be one kernel. It does every other call of head dim 128 that two kernels do."""
-    D = width(call)
+    """Why the backward cannot be one kernel. It does every other call of head dims 64 and 128 that two kernels do."""
+    D, listed = width(call), "pattern" in call or "mask" in call
+    block = BLOCKS.get(D, 64)
     limits = {
         "fused=True has no bias": "bias" in call,
         "fused=True has no dropout": call.spec.dropout > 0,
-        f"fused=True is for head dim 128, not {D}": D != 128,
-        f"fused=True needs dkv_block_q=64, not {config.dkv_block_q}": config.dkv_block_q != 64,
+        f"fused=True is for head dims {' and '.join(map(str, BLOCKS))}, not {D}": D not in BLOCKS,
+        "fused=True has no pattern and no dense mask at head dim 64": listed and D == 64,
+        f"fused=True needs dkv_block_q={block} at head dim {D}, not {config.dkv_block_q}": config.dkv_block_q != block,
         "fused=True keeps the gradients of a key together: it needs dkv_split=False": config.dkv_split,
         f"fused=True needs JAX 0.11, not {jax.__version__}": not CAN_ADD,
         "fused=True adds gradients in any order, and the same bits are asked for": is_deterministic(),

@@ -1,16 +1,17 @@
-"""Softmax attention on Hopper through Pallas Mosaic GPU. Backward in one kernel of five products, for head dim 128.
+"""Softmax attention on Hopper through Pallas Mosaic GPU. Backward in one kernel of five products, up to head dim 128.
 
-A tile is 128 keys, 64 a compute warpgroup, and visits blocks of 64 queries. Logits and dp are computed with keys as
-rows, so that the weights and ds feed dv and dk from registers. Only ds goes through shared memory, for dq = ds^T k, of
-which each warpgroup computes half the columns. The copy engine adds them to dq in global memory, in whatever order the
-programs come: no two runs need give the same bits.
+A tile is 128 keys, 64 a compute warpgroup, and visits blocks of 64 queries, at head dim 64 of 128. Logits and dp are
+computed with keys as rows, so that the weights and ds feed dv and dk from registers. Only ds goes through shared
+memory, for dq = ds^T k, of which each warpgroup computes half: of the columns, at head dim 64 of the queries. The copy
+engine adds them to dq in global memory, in whatever order the programs come: no two runs need give the same bits.
 
 A step: logits and dp; exp2 while dp runs; dv; ds; the previous step's dq, so that no warpgroup waits for the other's;
 ds to shared memory; dk, which runs while dq leaves. The weights are rounded to 16 bits before they make ds: they are an
 operand in that form already, and registers are what there is least of.
 
 Registers of a compute thread (at most 240): dk and dv 128, logits and dp 32 each or dq 32, ds and the weights 16 each.
-Shared memory: keys and values 64 KB, two stages of queries and dout 64, two of ds 32, dq in float32 32.
+Shared memory: keys and values 64 KB, two stages of queries and dout 64, two of ds 32, dq in float32 32. At head dim 64
+that is 64, 64 or 32, 32, and 32, 64, 64, 32.
 """
 
 from collections.abc import Callable
@@ -38,8 +39,10 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles
 from ejkernel.ops import Call
 
-BLOCK = 64  # queries
-TILE = (64, BLOCK)
+# queries of a block, by head dim
+BLOCKS = {64: 128, 128: 64}
+# a warpgroup's half of dq
+HALF = (64, 64)
 # compute and copying threads: 2 * 240 + 24 is 3 * 168
 REGISTERS = (240, 24)
 
@@ -47,7 +50,7 @@ REGISTERS = (240, 24)
 def fused_gradients(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """dq, dk and dv."""
     q, k = tensors[:2]
-    kernel = _Fused.of(call, config, "k", 128, BLOCK)
+    kernel = _Fused.of(call, config, "k", 128, BLOCKS[q.shape[3]])
     like_keys = jax.ShapeDtypeStruct(k.shape, k.dtype)
     run = launch(
         kernel,
@@ -78,8 +81,8 @@ class _Fused(QueryLoop):
         del scratch["do_ready"]
         return scratch | {
             "q_ready": plgpu.Barrier(num_arrivals=4 * self.parts, num_barriers=self.config.dkv_stages),
-            "ds_smem": plgpu.SMEM((2, 2, *TILE), self.dtype, transforms=ds),
-            "dq_smem": plgpu.SMEM((2, *TILE), jnp.float32, transforms=dq),
+            "ds_smem": plgpu.SMEM((2, 2, 64, self.block), self.dtype, transforms=ds),
+            "dq_smem": plgpu.SMEM((2, *HALF), jnp.float32, transforms=dq),
             "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             "ds_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             "done": plgpu.Barrier(num_arrivals=2),
@@ -163,20 +166,29 @@ class _Fused(QueryLoop):
         """Registers that will hold this warpgroup's half of ds^T k of step t when the products are done."""
         buffer = lax.rem(t + 2, jnp.int32(2))
 
+        own = pl.ds(w * 64, 64)
+
         def product(acc):
             for other in range(2):
-                plgpu.wgmma(
-                    acc, scratch["ds_smem"].at[buffer, other].T, scratch["k_smem"].at[other, :, pl.ds(w * 64, 64)]
-                )
+                ds, k = scratch["ds_smem"].at[buffer, other], scratch["k_smem"].at[other]
+                if self.block > 64:
+                    ds = scratch["ds_smem"].at[buffer, other, :, own]
+                else:
+                    k = scratch["k_smem"].at[other, :, own]
+                plgpu.wgmma(acc, ds.T, k)
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
-        return pl.run_scoped(product, plgpu.ACC(TILE, jnp.float32))
+        return pl.run_scoped(product, plgpu.ACC(HALF, jnp.float32))
 
     def _send(self, refs, scratch, dq_ref, dq, place, n, w, exists, scrub) -> None:
         """Add half of dq of the n-th block to what is in global memory."""
         b, h, _ = place
-        (span,) = self.spans(refs, place, jnp.maximum(n, 0) if self.runs.listed else n)  # there is no entry -1
-        smem, target = scratch["dq_smem"].at[w], dq_ref.at[b, span, h, pl.ds(w * 64, 64)]
+        if self.block > 64:
+            target = dq_ref.at[b, pl.ds(jnp.maximum(n, 0) * self.block + w * 64, 64), h]
+        else:
+            (span,) = self.spans(refs, place, jnp.maximum(n, 0) if self.runs.listed else n)  # there is no entry -1
+            target = dq_ref.at[b, span, h, pl.ds(w * 64, 64)]
+        smem = scratch["dq_smem"].at[w]
         if scrub is not False:  # the first attempt has added it
             exists = jnp.logical_and(exists, jnp.logical_not(scrub))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -186,7 +198,7 @@ class _Fused(QueryLoop):
 
     def _step(self, refs, scratch, sums, own, place, lo, rows, scrub) -> Callable[..., Any]:
         dq_ref, dk_acc, dv_acc = sums
-        start = place[2] * 128 + own * 64
+        start, tile = place[2] * 128 + own * 64, (64, self.block)
 
         def step(n, t, *, masked: bool):
             # with masks more is alive, and what is spilled would no longer fit the cache; without, this costs 5%
@@ -200,16 +212,18 @@ class _Fused(QueryLoop):
                 return [plgpu.wgmma_accumulator_load(acc, wait_n=None) for acc in (s_acc, dp_acc)]
 
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
-            x, dp = pl.run_scoped(products, *[plgpu.ACC(TILE, jnp.float32)] * 2)
-            keep = self.keep(refs, rows, place, w, n, TILE) if masked else None
+            x, dp = pl.run_scoped(products, *[plgpu.ACC(tile, jnp.float32)] * 2)
+            keep = self.keep(refs, rows, place, w, n, tile) if masked else None
             x = _wait(x, 1)
-            p, slope = self.weights(x, self.log_sums(scratch, slot, TILE, masked, scrub), keep)
+            p, slope = self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
             p = p.astype(self.dtype)
+            if self.block > 64:  # else the rounded weights are made one by one, on the unit that has the exponentials
+                p = lax.optimization_barrier(p)
             plgpu.wgmma(dv_acc, p, do_smem)  # also keeps the compiler from computing the weights after the wait
-            delta = across(load(scratch["delta_smem"].at[slot], COL), TILE, 1)
+            delta = across(load(scratch["delta_smem"].at[slot], COL), tile, 1)
             ds = logits_gradient(p.astype(jnp.float32), _wait(dp, 1), delta, slope, keep).astype(self.dtype)
             if self.dims.S % self.rows:  # keys beyond the last are zeros, but their weights may be infinite
-                row = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
+                row = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=WGMMA)
                 ds = jnp.where(row < self.dims.S - start, ds, jnp.zeros_like(ds))
             self._wait_ds(scratch, t, n > lo)
             dq = self._half(scratch, w, t - 1)

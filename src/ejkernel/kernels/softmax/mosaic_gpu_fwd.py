@@ -14,6 +14,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, re
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
+    WGMMA,
     Kernel,
     across,
     batch_index,
@@ -21,7 +22,9 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     masked_block,
     padded_to_8,
     results_apart,
+    settle,
     tile_ref,
+    unknown,
     zeros,
 )
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles
@@ -38,8 +41,9 @@ def forward(call: Call, config: Any) -> Arrays:
     """Output and log-sum-exp."""
     q, k, v = (padded_to_8(call[name]) for name in ("query", "key", "value"))
     dims = dimensions(call)
-    T_padded = -(-dims.T // 128) * 128
-    kernel = _Forward.of(call, config, "q", 128, config.block_k)
+    rows = 64 * config.warpgroups
+    T_padded = -(-dims.T // rows) * rows
+    kernel = (_Overlapping if config.overlap else _Alternating).of(call, config, "q", rows, config.block_k)
     operands = kernel.operands(call)
     if "sinks" in call:
         operands["sinks"] = call["sinks"]
@@ -53,36 +57,46 @@ def forward(call: Call, config: Any) -> Arrays:
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,
         name="softmax_forward",
+        groups=kernel.groups,
     )(q, k, v, operands)
     return {"out": out[:, : dims.T], "lse": lse[:, :, : dims.T]}
 
 
 class _Forward(Kernel):
-    """Output and log-sum-exp of 128 queries."""
+    """Output and log-sum-exp of a tile, 64 queries a compute warpgroup."""
 
     def scratch(self) -> dict[str, Any]:
-        c, D = self.config, self.dims.D
-        scratch = retry_scratch(self.masks, c.stages, c.block_k, self.parts) | {
-            "q_smem": tile_ref((2, 64, D), self.dtype),
+        c, D, groups = self.config, self.dims.D, self.groups
+        scratch = retry_scratch(self.masks, c.stages, c.block_k, self.parts, groups) | {
+            "q_smem": tile_ref((groups, 64, D), self.dtype),
             "k_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
             "v_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
-            "lse_smem": plgpu.SMEM((2, 64), jnp.float32),
-            "q_ready": plgpu.Barrier(num_barriers=2),
+            "lse_smem": plgpu.SMEM((groups, 64), jnp.float32),
+            "q_ready": plgpu.Barrier(num_barriers=groups),
             "k_ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.stages),
             "v_ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.stages),
-            "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
-            "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
-            "turn": plgpu.Barrier(num_arrivals=2),
+            "k_free": plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages),
+            "v_free": plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages),
+            "turn": self._turns(),
         }
         scratch |= self.bias_scratch(c.stages)
-        return scratch | ({"out_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
+        return scratch | ({"out_smem": tile_ref((groups, 64, D), self.dtype)} if results_apart(D) else {})
 
     def __call__(self, q_ref, k_ref, v_ref, refs, out_ref, lse_ref, **scratch: Any) -> None:
         w = lax.axis_index("warpgroup")
-        pl.when(w < 2)(
-            lambda: act("compute", scratch, partial(self._compute, q_ref, refs, out_ref, lse_ref, scratch, w))
-        )
-        pl.when(w == 2)(lambda: act("copy", scratch, partial(self._copy, k_ref, v_ref, refs, scratch)))
+        compute = partial(self._compute, q_ref, refs, out_ref, lse_ref, scratch, w)
+        registers = (160, 32) if self.groups == 3 else (232, 40)
+        pl.when(w < self.groups)(lambda: act("compute", scratch, compute, registers))
+        copy = partial(self._copy, k_ref, v_ref, refs, scratch)
+        pl.when(w == self.groups)(lambda: act("copy", scratch, copy, registers))
+
+    def _turns(self) -> Any:
+        """The barrier by which compute warpgroups take turns at the tensor cores."""
+        raise NotImplementedError
+
+    def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sums of weighted values, maxima (base 2) and sums of weights of 64 queries over all blocks of a row."""
+        raise NotImplementedError
 
     def _copy(self, k_ref, v_ref, refs, scratch, scrub) -> None:
         block_k, stages = self.config.block_k, self.config.stages
@@ -108,34 +122,25 @@ class _Forward(Kernel):
 
             return lax.fori_loop(row[0], row[3], block, blocks)
 
-        copy_tiles(self.walk, scratch, scrub, {"k_free": 1, "v_free": 1}, feed)
+        copy_tiles(self.walk, scratch, scrub, {"k_free": 1, "v_free": 1}, feed, self.groups)
 
     def _compute(self, q_ref, refs, out_ref, lse_ref, scratch, w, scrub) -> None:
-        D, apart, last = self.dims.D, results_apart(self.dims.D), self.walk.count() - 1
+        apart = results_apart(self.dims.D)
         q_smem = scratch["q_smem"].at[w]
-
-        def meet() -> None:
-            plgpu.barrier_arrive(scratch["turn"])
-            plgpu.barrier_wait(scratch["turn"])
 
         def fetch_queries(n: Any) -> None:
             b, h, i = self.place(refs, n)
-            plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds((2 * i + w) * 64, 64), h], q_smem, scratch["q_ready"].at[w])
+            own = pl.ds(i * self.rows + w * 64, 64)
+            plgpu.copy_gmem_to_smem(q_ref.at[b, own, h], q_smem, scratch["q_ready"].at[w])
 
         def work(n, blocks):
             b, h, i = self.place(refs, n)
-            start = (2 * i + w) * 64
+            start = i * self.rows + w * 64
             row = self.runs.row(refs, b, h, i)
             lo, _, _, hi = row
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["q_ready"].at[w])
-            step = self._step(refs, scratch, w, rows, (b, h, i), blocks - lo, hi, scrub)
-            first = lax.rem(blocks, jnp.int32(self.config.stages))
-            pl.when(hi > lo)(lambda: plgpu.barrier_wait(scratch["k_ready"].at[first]))
-            # one warpgroup sits out the first half block: from there on they alternate
-            pl.when(jnp.logical_and(w == 1, n == 0))(meet)
-            acc, m, l = self.runs.loop(row, step, (zeros((64, D)), *self._start(refs, b, h)))
-            pl.when(jnp.logical_and(w == 0, n == last))(meet)
+            acc, m, l = self._visit(refs, scratch, w, n, rows, (b, h, i), row, blocks, scrub)
             empty = l == 0.0
             acc *= across(jnp.where(empty, 0.0, 1.0 / (l * (1.0 - self.dropout))), acc.shape, 0)
             lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
@@ -155,6 +160,37 @@ class _Forward(Kernel):
         sink = refs["sinks"][batch_index(refs["sinks"], b), h] * LOG2_E
         m = jnp.maximum(m, sink)
         return m, jnp.exp2(sink - m)
+
+    def _weights(self, x, bias, keep, m) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Weights of a block, the new maxima, and what the old ones' sums are worth beside them."""
+        x, factor, _ = self.logits.base2(x, bias)
+        if keep is not None:
+            x = jnp.where(keep, x, -jnp.inf)
+        top = jnp.maximum(m, x.max(axis=1) * factor)
+        return jnp.exp2(self.capped(x * factor - across(top, x.shape, 0))), top, jnp.exp2(m - top)
+
+
+class _Alternating(_Forward):
+    """Two warpgroups half a block apart: one does its softmax while the other multiplies."""
+
+    def _turns(self) -> Any:
+        return plgpu.Barrier(num_arrivals=2)
+
+    def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (b, h, _), (lo, _, _, hi) = place, row
+
+        def meet() -> None:
+            plgpu.barrier_arrive(scratch["turn"])
+            plgpu.barrier_wait(scratch["turn"])
+
+        step = self._step(refs, scratch, w, rows, place, blocks - lo, hi, scrub)
+        first = lax.rem(blocks, jnp.int32(self.config.stages))
+        pl.when(hi > lo)(lambda: plgpu.barrier_wait(scratch["k_ready"].at[first]))
+        # one warpgroup sits out the first half block: from there on they alternate
+        pl.when(jnp.logical_and(w == 1, n == 0))(meet)
+        sums = self.runs.loop(row, step, (zeros((64, self.dims.D)), *self._start(refs, b, h)))
+        pl.when(jnp.logical_and(w == 0, n == self.walk.count() - 1))(meet)
+        return sums
 
     def _step(self, refs, scratch, w, rows, place, before, hi, scrub) -> Callable[..., Any]:
         c, D = self.config, self.dims.D
@@ -177,12 +213,7 @@ class _Forward(Kernel):
             plgpu.barrier_arrive(scratch["k_free"].at[slot])
             plgpu.barrier_wait(turn)  # the other warpgroup has its logits or is done: now it may multiply
 
-            x, factor, _ = self.logits.base2(x, bias)
-            if keep is not None:
-                x = jnp.where(keep, x, -jnp.inf)
-            top = jnp.maximum(m, x.max(axis=1) * factor)
-            decay = jnp.exp2(m - top)
-            p = jnp.exp2(self.capped(x * factor - across(top, shape, 0)))
+            p, top, decay = self._weights(x, bias, keep, m)
             acc *= across(decay, acc.shape, 0)
             l *= decay
             mixed = masked and self.masks.mixed
@@ -212,3 +243,109 @@ class _Forward(Kernel):
             return acc, top, l
 
         return step
+
+
+class _Overlapping(_Forward):
+    """A warpgroup does the softmax of a block while it multiplies the previous one's weights with their values.
+
+    A step issues the logits of block i and the values of block i - 1; both are done at its end. Warpgroups take turns
+    to issue theirs, so that one's softmax meets the products of the others.
+    """
+
+    def _turns(self) -> Any:
+        return plgpu.Barrier(num_barriers=self.groups)
+
+    def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (b, h, _), (lo, full_lo, full_hi, hi) = place, row
+        stages, shape = jnp.int32(self.config.stages), (64, self.block)
+        q, mixed = scratch["q_smem"].at[w], self.masks.mixed
+        bias_of = self.bias(refs, scratch, rows, place, w)
+        following = lax.rem(w + 1, jnp.int32(self.groups))
+        # the first warpgroup's first turn is the last one's to give, and the last one's last goes to nobody
+        pl.when(jnp.logical_and(w == self.groups - 1, n == 0))(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
+
+        def slot_of(i):
+            return lax.rem(i + (blocks - lo), stages)
+
+        def values_ready(slot) -> None:
+            ready = partial(plgpu.barrier_wait, scratch["v_ready"].at[slot])
+            pl.when(jnp.logical_not(scrub))(ready) if mixed else ready()
+
+        def marked(i, slot, masked: bool, weights):
+            """Weights of scrubbed values; the marks are known with them. The mask is made again, which is rare."""
+            plgpu.barrier_wait(scratch["v_ready"].at[slot])
+            if not masked:
+                return weights
+            keep = self.keep(refs, rows, place, w, unknown(i), shape)  # else the first mask would be kept until here
+            return jnp.where(keep, weights + across(flags(scratch, slot, self.block, scrub), shape, 1), 0.0)
+
+        def weigh(x, i, slot, m, l, masked: bool):
+            """Of block i, whose logits are done: new maxima and sums, weights, and what the old sums are worth."""
+            keep = self.keep(refs, rows, place, w, i, shape) if masked else None
+            bias = bias_of(slot, i)
+            plgpu.barrier_arrive(scratch["k_free"].at[slot])
+            p, m, decay = self._weights(x, bias, keep, m)
+            l = l * decay + p.sum(axis=1)
+            stays = self.stays(refs, rows, place, i, shape)
+            weights = p if stays is None else jnp.where(stays, p, 0.0)
+            if mixed:
+                weights = lax.cond(scrub, partial(marked, i, slot, masked), lambda weights: weights, weights)
+            return lax.optimization_barrier((m, l, weights, decay))
+
+        def first(i, carry):
+            (acc, m, l, _), slot = carry, slot_of(i)
+            plgpu.barrier_wait(scratch["k_ready"].at[slot])
+
+            def logits(x_acc):
+                plgpu.wgmma(x_acc, q, scratch["k_smem"].at[slot].T)
+                return x_acc[...]
+
+            x = pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32))
+            m, l, p, _ = weigh(x, i, slot, m, l, self.runs.masked)
+            return acc, m, l, p.astype(self.dtype)
+
+        def step(i, carry, *, masked: bool):
+            acc, m, l, p = carry
+            slot, before = slot_of(i), slot_of(i - 1)
+            plgpu.barrier_wait(scratch["k_ready"].at[slot])
+            plgpu.barrier_wait(scratch["turn"].at[w])
+
+            def products(state):
+                acc_ref, m_ref, l_ref, x_ref, decay_ref = state
+
+                def block(x_acc):
+                    plgpu.wgmma(x_acc, q, scratch["k_smem"].at[slot].T)
+                    values_ready(before)
+                    plgpu.wgmma(acc_ref, p, scratch["v_smem"].at[before])
+                    plgpu.barrier_arrive(scratch["turn"].at[following])
+                    return plgpu.wgmma_accumulator_load(x_acc, wait_n=1)
+
+                x = lax.optimization_barrier(pl.run_scoped(block, plgpu.ACC(shape, jnp.float32)))
+                m_ref[...], total, x_ref[...], decay_ref[...] = weigh(x, i, slot, m, l, masked)
+                settle(total)
+                l_ref[...] = total
+
+            state: Any = plgpu.ACC.init(acc), m, l, zeros(shape), zeros((64,), ROW)
+            acc, m, l, x, decay = pl.run_state(products)(state)
+            plgpu.barrier_arrive(scratch["v_free"].at[before])
+            # only now: registers of a product's operand must not change while it runs
+            return acc * across(decay, acc.shape, 0), m, l, x.astype(self.dtype)
+
+        def last(i, carry):
+            (acc, m, l, p), slot = carry, slot_of(i)
+            values_ready(slot)
+            before: Any = plgpu.ACC.init(acc)
+            acc = pl.run_state(lambda acc: plgpu.wgmma(acc, p, scratch["v_smem"].at[slot]))(before)
+            plgpu.barrier_arrive(scratch["v_free"].at[slot])
+            return acc, m, l, p
+
+        def once(i, body, carry):
+            return body(i, carry) if self.runs.never_empty else lax.fori_loop(i, jnp.minimum(i + 1, hi), body, carry)
+
+        nothing = plgpu.layout_cast(jnp.zeros(shape, self.dtype), WGMMA)
+        carry = once(lo, first, (zeros((64, self.dims.D)), *self._start(refs, b, h), nothing))
+        rest = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
+        carry = self.runs.loop(rest, step, carry)
+        end = jnp.logical_and(w == 0, n == self.walk.count() - 1)
+        pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
+        return once(lax.max(jnp.int32(hi - 1), jnp.int32(lo)), last, carry)[:3]

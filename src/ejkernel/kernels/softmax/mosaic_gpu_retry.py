@@ -1,6 +1,8 @@
 """The second attempt of a Mosaic GPU kernel that left a nan: what a mask may hide is scrubbed before it is summed."""
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
@@ -11,28 +13,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, Masks, copy_parts, load, zeros
 
 
-def retry_scratch(masks: Masks, flags: int, columns: int, parts: int) -> dict[str, Any]:
+def retry_scratch(masks: Masks, flags: int, columns: int, parts: int, groups: int = 2) -> dict[str, Any]:
     """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
 
-    `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: the nans
-    of each compute warpgroup's rows, whether there is any, and the flags of scrubbed tiles. Tiles come in `parts`.
+    `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: whether
+    there is any nan, the nans of the rows of each of up to three compute warpgroups, and the flags of scrubbed tiles.
+    Tiles come in `parts`.
     """
     if not masks.mixed:
         return {}
     return {
-        "marks": plgpu.SMEM((3 + flags, max(64, columns)), jnp.bfloat16),
-        "reported": plgpu.Barrier(num_arrivals=2),
+        "marks": plgpu.SMEM((4 + flags, max(64, columns)), jnp.bfloat16),
+        "reported": plgpu.Barrier(num_arrivals=groups),
         "decided": plgpu.Barrier(),
         "raw": plgpu.Barrier(num_arrivals=parts),
     }
 
 
 def nans_of(scratch: dict[str, Any], w: Any) -> Any:
-    return scratch["marks"].at[w, pl.ds(0, 64)]
+    return scratch["marks"].at[1 + w, pl.ds(0, 64)]
 
 
 def flags_of(scratch: dict[str, Any], slot: Any, columns: int) -> Any:
-    return scratch["marks"].at[3 + slot, pl.ds(0, columns)]
+    return scratch["marks"].at[4 + slot, pl.ds(0, columns)]
 
 
 def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
@@ -50,7 +53,7 @@ def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
     def _attempt(n):
         pl.when(n == 1)(lambda: plgpu.barrier_wait(scratch["decided"]))
 
-        @pl.when(jnp.logical_or(n == 0, scratch["marks"][2, 0].astype(jnp.float32) != 0.0))
+        @pl.when(jnp.logical_or(n == 0, scratch["marks"][0, 0].astype(jnp.float32) != 0.0))
         def _run() -> None:
             attempt(n == 1)
 
@@ -66,14 +69,13 @@ def report_nans(scratch: dict[str, Any], w: Any, scrub: Any, nought: Any) -> Non
         pl.when(jnp.logical_not(scrub))(say)
 
 
-def decide(scratch: dict[str, Any], scrub: Any) -> None:
+def decide(scratch: dict[str, Any], scrub: Any, groups: int = 2) -> None:
     """Whether there is to be another attempt. One warpgroup reduces to a scalar: Mosaic's scratch for it is shared."""
 
     def look() -> None:
         plgpu.barrier_wait(scratch["reported"])
-        first, second = (load(nans_of(scratch, w), ROW).astype(jnp.float32) for w in range(2))
-        nought = first + second
-        scratch["marks"][2, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
+        nought = reduce(operator.add, (load(nans_of(scratch, w), ROW).astype(jnp.float32) for w in range(groups)))
+        scratch["marks"][0, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
         plgpu.barrier_arrive(scratch["decided"])
 
     if "decided" in scratch:

@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.softmax import schedule
@@ -92,6 +94,13 @@ class Runs:
     @property
     def masked(self) -> bool:
         return self.before or self.after
+
+    @property
+    def never_empty(self) -> bool:
+        """Whether every row is known to visit a block."""
+        if self.constant is not None:
+            return self.constant[3] > self.constant[0]
+        return self.static is not None and bool((self.static[..., 3] > self.static[..., 0]).all())
 
     @property
     def pairs_alike(self) -> bool:
@@ -468,10 +477,10 @@ class Kernel:
         if not self.bias_copied:
             return {}
         whole = self.bias_copied == "tile"
-        smem = tile_ref((stages, 2, 64, self.block), self.dtype)
+        smem = tile_ref((stages, self.groups, 64, self.block), self.dtype)
         return {
             "bias_smem": smem if whole else plgpu.SMEM((stages, self.block), jnp.float32),
-            "bias_ready": plgpu.Barrier(num_arrivals=2 if whole else self.parts, num_barriers=stages),
+            "bias_ready": plgpu.Barrier(num_arrivals=self.groups if whole else self.parts, num_barriers=stages),
         }
 
     def fetch_bias(self, refs: dict[str, Any], scratch: dict[str, Any], slot: Any, place: Any, spans: Any) -> None:
@@ -487,7 +496,7 @@ class Kernel:
             return
         (columns,) = spans
         own = b, h if self.side == "q" else lax.div(h, jnp.int32(self.dims.G)), i
-        for half in range(2):
+        for half in range(self.groups):
             rows, target = pl.ds(self.start(refs, own, half), 64), scratch["bias_smem"].at[slot, half]
             plgpu.copy_gmem_to_smem(ref.at[*at, rows, columns], target, scratch["bias_ready"].at[slot])
 
@@ -533,6 +542,11 @@ class Kernel:
         starts = _starts(self.pieces(refs, place, i), shape)
         row, column = row + rows["start"], column + _chosen(starts, shape)
         return bits.keep(refs["seeds"][b, h], *((row, column) if self.side == "q" else (column, row)), self.dropout)
+
+    @property
+    def groups(self) -> int:
+        """Compute warpgroups, of 64 rows each."""
+        return self.rows // 64
 
     @property
     def parts(self) -> int:
@@ -606,7 +620,7 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
 
 
-def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+def across(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """A row (axis 0) or column (axis 1) vector spread over a tile."""
     return lax.broadcast_in_dim(x, shape, [axis])
 
@@ -624,6 +638,22 @@ def unknown(number: Any) -> Any:
     than its cache holds. JAX 0.10 has no barrier for a number.
     """
     return lax.optimization_barrier(number) if jax.__version_info__ >= (0, 11) else number
+
+
+def settle(x: jax.Array) -> None:
+    """Compute x (ROW, never negative) before whatever comes next that has an effect, say a wait for a product.
+
+    ptxas keeps the order of effects, but puts off what only yields numbers. So x decides about an effect: an event for
+    profilers, if it were negative.
+    """
+    asm = "{ .reg .pred negative; setp.lt.f32 negative, $0, 0f00000000; @negative pmevent 0; }"
+
+    def decide(_: Any, numbers: Any) -> None:
+        for number in numbers.registers.flat:
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [number], asm, "f", has_side_effects=True)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(ROW,))
+    inline(decide)(x)
 
 
 def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:
@@ -650,11 +680,13 @@ def launch(
     scratch: dict[str, Any],
     programs: int,
     name: str,
+    groups: int = 2,
     barriers: bool = True,
 ) -> Callable[..., Any]:
     """A kernel of so many programs: one grid dimension, because the others end at 65535.
 
-    `barriers`: whether Mosaic puts its own between what a warpgroup writes to shared memory and what it reads there.
+    `groups` warpgroups compute, and one copies. `barriers`: whether Mosaic puts its own between what a warpgroup writes
+    to shared memory and what it reads there.
     """
     lowering = plgpu.LoweringSemantics.Lane if semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
     names = list(scratch)
@@ -668,7 +700,7 @@ def launch(
         scratch_types=list(scratch.values()),
         grid=(programs,),
         grid_names=("program",),
-        num_threads=3,
+        num_threads=groups + 1,
         thread_name="warpgroup",
         # one reduction crosses warps, that of nans: 4 numbers; D256 has no shared memory to spare
         compiler_params=plgpu.CompilerParams(

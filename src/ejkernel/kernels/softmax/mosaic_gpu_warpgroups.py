@@ -83,7 +83,12 @@ def compute_tiles(
 
 
 def copy_tiles(
-    walk: Walk, scratch: dict[str, Any], scrub: Any, rings: dict[str, int], feed: Callable[[bool, Any, Any], Any]
+    walk: Walk,
+    scratch: dict[str, Any],
+    scrub: Any,
+    rings: dict[str, int],
+    feed: Callable[[bool, Any, Any], Any],
+    groups: int = 2,
 ) -> None:
     """The copying warpgroup's part: feed(careful, n, blocks so far) -> blocks so far fills the rings for the n-th tile.
 
@@ -101,7 +106,7 @@ def copy_tiles(
     else:
         pl.when(jnp.logical_not(scrub))(partial(run, False))
         pl.when(scrub)(partial(run, True))
-    decide(scratch, scrub)
+    decide(scratch, scrub, groups)
 
 
 def drain(free: Any, uses: Any) -> None:
