@@ -135,7 +135,8 @@ OTHER_WAYS = {
     "D256-overlap": ("D256-many-tiles-causal", {"overlap": True}),
 }
 if mosaic_gpu.CAN_ADD:
-    OTHER_WAYS["D64-fused"] = "D64-many-tiles", {"fused": True, "dkv_block_q": 128, "dkv_stages": 2}
+    OTHER_WAYS["D64-fused"] = "D64-many-tiles", {"fused": True, "dkv_block_q": 128, "dkv_stages": 2, "overlap": True}
+    OTHER_WAYS["D128-fused-overlap"] = "D128-many-tiles-causal", {"fused": True, "overlap": True}
 
 
 @pytest.mark.parametrize("name", OTHER_WAYS)
@@ -146,14 +147,14 @@ def test_lowers_what_is_no_default(name, monkeypatch):
 
     def run(query, key, value):
         call = canonicalise(query, key, value, **options).on(HOPPER)
-        config = replace(mosaic_gpu.default_config(call), **way)
+        config = replace(mosaic_gpu.default_config(call), **{"fused": False, **way})
         assert mosaic_gpu.unsupported_config(call, config) == []
         outputs, residuals = mosaic_gpu.forward(call, config)
-        return mosaic_gpu.backward(call, residuals, outputs, config) if config.fused else outputs
+        return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
 
     with deterministic(False):
         text = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    kernels = {"forward", "bwd"} if "fused" in way else {"forward"}
+    kernels = {"forward", "bwd"} if "fused" in way else {"forward", "dq", "dkv"}
     assert set(re.findall(r"softmax_(\w+?)_mosaic_gpu", text)) == kernels
 
 

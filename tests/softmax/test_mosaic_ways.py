@@ -17,6 +17,7 @@ WAYS = {
     "three": {"overlap": True, "warpgroups": 3, "block_k": 128},
     "lane": {"semantics": "lane"},
     "fused": {"fused": True, "dkv_stages": 2},
+    "fused-overlap": {"fused": True, "dkv_stages": 2, "overlap": True},
 }
 
 
@@ -30,7 +31,7 @@ def test_case(case: Case, way):
         return
     told = explain(flash_attention, **case.arrays(), **case.keywords(), platform="pallas")
     width = next(D for D in mosaic_gpu.HEAD_DIMS if max(case.D, case.Dv or 0) <= D)
-    blocks = {"dkv_block_q": mosaic_gpu.BLOCKS.get(width, 64)} if way == "fused" else {}
+    blocks = {"dkv_block_q": mosaic_gpu.BLOCKS.get(width, 64)} if "fused" in way else {}
     chosen = replace(case, options=case.options | {"cfg": replace(told.config, **WAYS[way], **blocks)})
     if "pallas" in explain(flash_attention, **case.arrays(), **chosen.keywords(), platform="pallas").refusals:
         return

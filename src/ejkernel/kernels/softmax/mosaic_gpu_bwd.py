@@ -48,7 +48,9 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     masked_block,
     padded_to_8,
     results_apart,
+    settle,
     tile_ref,
+    unknown,
 )
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, drain
 from ejkernel.kernels.softmax.spec import dimensions
@@ -219,6 +221,9 @@ class _QueryGradient(Gradient):
                 p, slope = self.weights(x, across(lse, shape, 0), keep, bias_of(tile, i))
                 if self.bias_copied:
                     plgpu.barrier_arrive(scratch["bias_free"].at[tile])
+                if self.config.overlap:
+                    settle(p, WGMMA)
+                    keep = self.keep(refs, rows, place, w, unknown(i), shape) if masked else None
                 dp = self.kept(dp_acc[...], self.stays(refs, rows, place, i, shape))
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
                 return logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
@@ -300,14 +305,21 @@ class _KeyGradient(QueryLoop):
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 p, slope = self.weights(x, lse, keep, bias_of(slot, n))
                 stays = self.stays(refs, rows, place, n, shape)
-                dp = self.kept(dp_acc[...], stays)
-                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
-                ds = logits_gradient(p, dp, delta, slope, keep)
+                delta = partial(load, scratch["delta_smem"].at[slot], COL)
+                if self.config.overlap:  # dv's product is under way before dp is waited for
+                    kept = self.kept(p, stays).astype(self.dtype)
+                    plgpu.wgmma(dv_acc, kept, do_smem)
+                    keep = self.keep(refs, rows, place, w, unknown(n), shape) if masked else None
+                    dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
+                    ds = logits_gradient(p, self.kept(dp, stays), across(delta(), shape, 1), slope, keep)
+                    return kept, ds.astype(self.dtype)
+                ds = logits_gradient(p, self.kept(dp_acc[...], stays), across(delta(), shape, 1), slope, keep)
                 return self.kept(p, stays).astype(self.dtype), ds.astype(self.dtype)
 
             def add() -> None:
                 p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-                plgpu.wgmma(dv_acc, p, do_smem)
+                if not self.config.overlap:
+                    plgpu.wgmma(dv_acc, p, do_smem)
                 plgpu.wgmma(dk_acc, ds, q_smem)
                 plgpu.wgmma_wait(0)
 

@@ -217,7 +217,7 @@ class _Fused(QueryLoop):
             x = _wait(x, 1)
             p, slope = self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
             p = p.astype(self.dtype)
-            if self.block > 64:  # else the rounded weights are made one by one, on the unit that has the exponentials
+            if self.config.overlap:  # else weights are rounded one by one, on the unit that has the exponentials
                 p = lax.optimization_barrier(p)
             plgpu.wgmma(dv_acc, p, do_smem)  # also keeps the compiler from computing the weights after the wait
             delta = across(load(scratch["delta_smem"].at[slot], COL), tile, 1)

@@ -29,7 +29,8 @@ class Gradient(Kernel):
 
     def own(self, w: Any) -> Any:
         """The warpgroup's number, for addresses inside a loop; at D64 registers hold them all, which is faster."""
-        return unknown(w) if self.dims.D == 128 else w
+        D = self.dims.D
+        return unknown(w) if D == 128 or (D > 128 and self.config.overlap) else w
 
     def weights(
         self, logits: jax.Array, lse: jax.Array, keep: Any, bias: jax.Array | None = None

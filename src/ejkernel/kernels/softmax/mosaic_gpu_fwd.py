@@ -322,7 +322,7 @@ class _Overlapping(_Forward):
 
                 x = lax.optimization_barrier(pl.run_scoped(block, plgpu.ACC(shape, jnp.float32)))
                 m_ref[...], total, x_ref[...], decay_ref[...] = weigh(x, i, slot, m, l, masked)
-                settle(total)
+                settle(total, ROW)
                 l_ref[...] = total
 
             state: Any = plgpu.ACC.init(acc), m, l, zeros(shape), zeros((64,), ROW)

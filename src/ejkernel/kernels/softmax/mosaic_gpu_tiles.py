@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import llvm, vector
 
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.softmax import schedule
@@ -640,20 +640,37 @@ def unknown(number: Any) -> Any:
     return lax.optimization_barrier(number) if jax.__version_info__ >= (0, 11) else number
 
 
-def settle(x: jax.Array) -> None:
-    """Compute x (ROW, never negative) before whatever comes next that has an effect, say a wait for a product.
+def settle(x: jax.Array, layout: Any) -> None:
+    """Compute x (float32, never negative) before whatever comes next that has an effect, say a wait for a product.
 
-    ptxas keeps the order of effects, but puts off what only yields numbers. So x decides about an effect: an event for
-    profilers, if it were negative.
+    ptxas keeps the order of effects, but puts off what only yields numbers. So their signs decide about an effect: an
+    event for profilers.
     """
-    asm = "{ .reg .pred negative; setp.lt.f32 negative, $0, 0f00000000; @negative pmevent 0; }"
 
-    def decide(_: Any, numbers: Any) -> None:
-        for number in numbers.registers.flat:
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), [number], asm, "f", has_side_effects=True)
+    def decide(_: Any, array: Any) -> None:
+        numbers = [number for register in array.registers.flat for number in _numbers(register)]
+        odd = [*numbers[1:], numbers[0]] if len(numbers) % 2 == 0 else numbers[1:]
+        either = [f"lop3.b32 signs, signs, ${2 * n + 1}, ${2 * n + 2}, 0xfe;" for n in range(len(odd) // 2)]
+        asm = " ".join(
+            [
+                "{ .reg .pred negative; .reg .b32 signs; mov.b32 signs, $0;",
+                *either,
+                "setp.lt.s32 negative, signs, 0; @negative pmevent 0; }",
+            ]
+        )
+        inputs = [numbers[0], *odd]
+        constraints = ",".join("f" for _ in inputs)
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), inputs, asm, constraints, has_side_effects=True)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(ROW,))
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,))
     inline(decide)(x)
+
+
+def _numbers(register: Any) -> list[Any]:
+    """The numbers of a register of Mosaic's, which may be a vector of them."""
+    if not isinstance(register.type, ir.VectorType):
+        return [register]
+    return [vector.extract(register, dynamic_position=[], static_position=[n]) for n in range(register.type.shape[0])]
 
 
 def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:
