@@ -122,7 +122,7 @@ def test_lowers_forward_and_backward(name, monkeypatch):
 
 THREE = {"overlap": True, "warpgroups": 3, "block_k": 128}
 OTHER_WAYS = {
-    "D64-overlap": ("D64", {"overlap": True}),
+    "D64-overlap": ("D64", {"overlap": True, "block_k": 128}),
     "D64-three": ("D64", THREE),
     "D64-three-ragged": ("D40-ragged", THREE),
     "D128-overlap-D80": ("D80-causal", {"overlap": True}),
@@ -134,8 +134,9 @@ OTHER_WAYS = {
     "D128-overlap-lane": ("D128-many-tiles-causal", {"overlap": True, "semantics": "lane"}),
     "D256-overlap": ("D256-many-tiles-causal", {"overlap": True}),
 }
+FUSED_D64 = {"fused": True, "dkv_block_q": 128, "dkv_stages": 2, "block_k": 128, "overlap": True}
 if mosaic_gpu.CAN_ADD:
-    OTHER_WAYS["D64-fused"] = "D64-many-tiles", {"fused": True, "dkv_block_q": 128, "dkv_stages": 2, "overlap": True}
+    OTHER_WAYS["D64-fused"] = "D64-many-tiles", FUSED_D64
     OTHER_WAYS["D128-fused-overlap"] = "D128-many-tiles-causal", {"fused": True, "overlap": True}
 
 
@@ -161,6 +162,7 @@ def test_lowers_what_is_no_default(name, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "way", "reason"),
     [
+        ("D64", {"overlap": True}, "no registers for block_k=256"),
         ("D128-causal", THREE, "no registers for head dim 128"),
         ("D64-mask", THREE, "two times 64 queries"),
         ("D64", {"fused": True, "dkv_stages": 2}, "needs dkv_block_q=128"),

@@ -14,7 +14,7 @@ from harness.softmax import CASES, Case, call_case, definition
 
 WAYS = {
     "overlap": {"overlap": True},
-    "three": {"overlap": True, "warpgroups": 3, "block_k": 128},
+    "three": {"overlap": True, "warpgroups": 3},
     "lane": {"semantics": "lane"},
     "fused": {"fused": True, "dkv_stages": 2},
     "fused-overlap": {"fused": True, "dkv_stages": 2, "overlap": True},
@@ -31,8 +31,9 @@ def test_case(case: Case, way):
         return
     told = explain(flash_attention, **case.arrays(), **case.keywords(), platform="pallas")
     width = next(D for D in mosaic_gpu.HEAD_DIMS if max(case.D, case.Dv or 0) <= D)
-    blocks = {"dkv_block_q": mosaic_gpu.BLOCKS.get(width, 64)} if "fused" in way else {}
-    chosen = replace(case, options=case.options | {"cfg": replace(told.config, **WAYS[way], **blocks)})
+    blocks: dict[str, int] = {"block_k": min(128, told.config.block_k)}
+    blocks |= {"dkv_block_q": mosaic_gpu.BLOCKS.get(width, 64)} if "fused" in way else {}
+    chosen = replace(case, options=case.options | {"cfg": replace(told.config, **blocks, **WAYS[way])})
     if "pallas" in explain(flash_attention, **case.arrays(), **chosen.keywords(), platform="pallas").refusals:
         return
     check(

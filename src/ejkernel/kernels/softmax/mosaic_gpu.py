@@ -183,6 +183,8 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
             for n, b in blocks.items()
             if b != 64
         ]
+    if config.overlap and 3 * config.block_k // 4 + D // 2 > 192:
+        reasons.append(f"overlap=True leaves no registers for block_k={config.block_k} at head dim {D}")
     if config.warpgroups == 3 and D > 64:
         reasons.append(f"warpgroups=3 leaves no registers for head dim {D}: 64 at most")
     if config.warpgroups == 3 and ("pattern" in call or "mask" in call):
