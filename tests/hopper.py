@@ -44,7 +44,7 @@ int cuGetErrorString(int e, const char **s) { *s = "?"; return 0; }
 int cuLaunchKernelEx() { return 1; }
 int cuTensorMapEncodeTiled() { return 1; }
 """
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?(.*?);")
 LABEL = re.compile(r"^(\.L_x_\d+):")
 BRANCH = re.compile(r"BRA[.A-Z]*\s.*`\((\.L_x_\d+)\)")
 # what the order of a loop is about
@@ -97,13 +97,17 @@ def compile_all(folder: Path) -> None:
     ctypes.CDLL(str(driver), ctypes.RTLD_GLOBAL)
     compiled = ctypes.CDLL(plugin._get_library_path()).MosaicGpuCompile
     compiled.argtypes, compiled.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    for module in core.KNOWN_KERNELS.values():
-        if not compiled(module, len(module)):
-            raise SystemExit("the plugin could not compile a kernel")
+    said = os.dup(2)
+    with (folder / "said").open("wb") as file:  # of every kernel that it finds no disassembler
+        os.dup2(file.fileno(), 2)
+        done = [compiled(module, len(module)) for module in core.KNOWN_KERNELS.values()]
+        os.dup2(said, 2)
+    if not all(done):
+        raise SystemExit(f"the plugin could not compile a kernel: {(folder / 'said').read_text()}")
 
 
 def loops(sass: str) -> list[list[str]]:
-    """The instructions of each innermost loop that multiplies."""
+    """The instructions of each innermost loop that multiplies: what a branch back on a condition encloses."""
     found: list[str] = []
     labels: dict[str, int] = {}
     spans = []
@@ -111,12 +115,13 @@ def loops(sass: str) -> list[list[str]]:
         if label := LABEL.match(line.strip()):
             labels[label[1]] = len(found)
         elif instruction := INSTRUCTION.match(line):
-            found.append(instruction[1])
-            branch = BRANCH.match(instruction[1])
-            if branch and labels.get(branch[1], len(found)) < len(found):
+            condition, text = instruction.groups()
+            found.append(text)
+            branch = BRANCH.match(text)
+            if condition and branch and labels.get(branch[1], len(found)) < len(found):
                 spans.append((labels[branch[1]], len(found)))
     multiply = [(a, b) for a, b in spans if any(x.startswith("HGMMA") for x in found[a:b])]
-    inner = [(a, b) for a, b in multiply if not any(a < d and c < b and (d - c) < (b - a) for c, d in multiply)]
+    inner = [(a, b) for a, b in multiply if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in multiply)]
     return [found[a:b] for a, b in inner]
 
 
