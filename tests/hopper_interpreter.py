@@ -52,6 +52,10 @@ class Initial:
         self.value = value
 
 
+# by the identity of a reference, that value
+INITIAL: dict[int, jax.Array] = {}
+
+
 class Box:
     """A reference to what is no accumulator, in `run_state`."""
 
@@ -75,6 +79,7 @@ def run_state(real: Callable[..., Any], body: Callable[..., None]) -> Callable[[
         def scoped(*accumulators: Any) -> list[Any]:
             given = iter(accumulators)
             refs = [next(given) if isinstance(x, Initial) else Box(x) for x in leaves]
+            INITIAL.update({id(ref): x.value for x, ref in zip(leaves, refs) if isinstance(x, Initial)})
             body(jax.tree.unflatten(tree, refs))
             return [x.value + ref[...] if isinstance(x, Initial) else ref[...] for x, ref in zip(leaves, refs)]
 
@@ -82,6 +87,10 @@ def run_state(real: Callable[..., Any], body: Callable[..., None]) -> Callable[[
         return jax.tree.unflatten(tree, found)
 
     return run
+
+
+def accumulator_load(real: Callable[..., jax.Array], ref: Any, **how: Any) -> jax.Array:
+    return real(ref, **how) + INITIAL.get(id(ref), 0.0)
 
 
 def copy_smem_to_gmem(real: Callable[..., None], source: Any, target: Any, *, reduction_op: Any = None, **how: Any):
@@ -117,6 +126,7 @@ def install() -> None:
         effects.custom_derivatives_allowed_effects.add_type(kind)
     plgpu.ACC.init = staticmethod(Initial)
     pl.run_state = partial(run_state, pl.run_state)
+    plgpu.wgmma_accumulator_load = partial(accumulator_load, plgpu.wgmma_accumulator_load)
     plgpu.copy_smem_to_gmem = partial(copy_smem_to_gmem, plgpu.copy_smem_to_gmem)
     address, memory = gpu_callbacks.HostAllocationKey.from_array, gpu_callbacks._get_shared_memory
     gpu_callbacks.HostAllocationKey.from_array = staticmethod(

@@ -50,7 +50,7 @@ class Config:
         warpgroups: forward, how many compute, each 64 queries; three have 160 registers a thread and need `overlap`.
         overlap: forward, a warpgroup issues the logits of its next block together with this block's weighted values,
             and does the softmax of the one beside the other; else two warpgroups alternate. Backward: the weights are
-            computed, and in one kernel rounded in pairs, before dp is waited for.
+            computed, and dv is under way, before dp is waited for.
         dq_block_k: keys of a block in the dq kernel.
         dq_slots: shared-memory slots that keys and values share in the dq kernel.
         dkv_block_q: queries of a block in the dk/dv kernel.

@@ -221,16 +221,40 @@ class _QueryGradient(Gradient):
                 p, slope = self.weights(x, across(lse, shape, 0), keep, bias_of(tile, i))
                 if self.bias_copied:
                     plgpu.barrier_arrive(scratch["bias_free"].at[tile])
-                if self.config.overlap:
-                    settle(p, WGMMA)
-                    keep = self.keep(refs, rows, place, w, unknown(i), shape) if masked else None
                 dp = self.kept(dp_acc[...], self.stays(refs, rows, place, i, shape))
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
                 return logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
 
-            ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-            plgpu.wgmma(dq_acc, ds, k_smem)
-            plgpu.wgmma_wait(0)
+            def issue(s_acc, dp_acc) -> None:
+                plgpu.barrier_wait(scratch["ready"].at[k_slot])
+                plgpu.wgmma(s_acc, own[0], k_smem.T)
+                plgpu.barrier_wait(scratch["ready"].at[v_slot])
+                plgpu.wgmma(dp_acc, own[1], v_smem.T)
+
+            def weigh(x):
+                keep = self.keep(refs, rows, place, w, i, shape) if masked else None
+                if masked and self.masks.mixed:
+                    x += across(flags(scratch, k_slot, block, scrub), shape, 1)
+                tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
+                found = self.weights(x, across(lse, shape, 0), keep, bias_of(tile, i))
+                if self.bias_copied:
+                    plgpu.barrier_arrive(scratch["bias_free"].at[tile])
+                return found
+
+            def finish(p, slope, dp) -> None:
+                settle(p, WGMMA)
+                keep = self.keep(refs, rows, place, w, unknown(i), shape) if masked else None
+                stays, product = self.stays(refs, rows, place, i, shape), dp(0)
+                plgpu.barrier_arrive(scratch["free"].at[v_slot])
+                ds = self.logits_gradient(p, product, across(delta, shape, 0), slope, keep, stays)
+                plgpu.wgmma(dq_acc, ds, k_smem)
+
+            if self.overlaps:
+                self.beside(shape, across(delta, shape, 0), issue, weigh, finish)
+            else:
+                ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+                plgpu.wgmma(dq_acc, ds, k_smem)
+                plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["free"].at[k_slot])
             return carry
 
@@ -305,21 +329,35 @@ class _KeyGradient(QueryLoop):
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 p, slope = self.weights(x, lse, keep, bias_of(slot, n))
                 stays = self.stays(refs, rows, place, n, shape)
-                delta = partial(load, scratch["delta_smem"].at[slot], COL)
-                if self.config.overlap:  # dv's product is under way before dp is waited for
-                    kept = self.kept(p, stays).astype(self.dtype)
-                    plgpu.wgmma(dv_acc, kept, do_smem)
-                    keep = self.keep(refs, rows, place, w, unknown(n), shape) if masked else None
-                    dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc, wait_n=1))
-                    ds = logits_gradient(p, self.kept(dp, stays), across(delta(), shape, 1), slope, keep)
-                    return kept, ds.astype(self.dtype)
-                ds = logits_gradient(p, self.kept(dp_acc[...], stays), across(delta(), shape, 1), slope, keep)
+                dp = self.kept(dp_acc[...], stays)
+                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                ds = logits_gradient(p, dp, delta, slope, keep)
                 return self.kept(p, stays).astype(self.dtype), ds.astype(self.dtype)
 
+            def issue(s_acc, dp_acc) -> None:
+                plgpu.wgmma(s_acc, own[0], q_smem.T)
+                plgpu.wgmma(dp_acc, own[1], do_smem.T)
+
+            def weigh(x):
+                keep = self.keep(refs, rows, place, w, n, shape) if masked else None
+                return self.weights(x, self.log_sums(scratch, slot, shape, masked, scrub), keep, bias_of(slot, n))
+
+            def finish(p, slope, dp) -> None:
+                stays = self.stays(refs, rows, place, n, shape)
+                plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), do_smem)
+                keep = self.keep(refs, rows, place, w, unknown(n), shape) if masked else None
+                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                plgpu.wgmma(dk_acc, self.logits_gradient(p, dp(1), delta, slope, keep, stays), q_smem)
+
             def add() -> None:
+                if self.overlaps:
+                    plgpu.barrier_wait(scratch["q_ready"].at[slot])
+                    plgpu.barrier_wait(scratch["do_ready"].at[slot])
+                    delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                    self.beside(shape, delta, issue, weigh, finish)
+                    return
                 p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-                if not self.config.overlap:
-                    plgpu.wgmma(dv_acc, p, do_smem)
+                plgpu.wgmma(dv_acc, p, do_smem)
                 plgpu.wgmma(dk_acc, ds, q_smem)
                 plgpu.wgmma_wait(0)
 

@@ -202,39 +202,58 @@ class _Fused(QueryLoop):
 
         def step(n, t, *, masked: bool):
             # with masks more is alive, and what is spilled would no longer fit the cache; without, this costs 5%
-            w = unknown(own) if self.runs.masked else own
+            w = unknown(own) if self.runs.masked or self.overlaps else own
             slot, buffer = (lax.rem(t, jnp.int32(size)) for size in (self.config.dkv_stages, 2))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
 
-            def products(s_acc, dp_acc):
+            def issue(s_acc, dp_acc) -> None:
                 plgpu.wgmma(s_acc, scratch["k_smem"].at[w], q_smem.T)
                 plgpu.wgmma(dp_acc, scratch["v_smem"].at[w], do_smem.T)
+
+            def products(s_acc, dp_acc):
+                issue(s_acc, dp_acc)
                 return [plgpu.wgmma_accumulator_load(acc, wait_n=None) for acc in (s_acc, dp_acc)]
 
+            def weigh(x):
+                keep = self.keep(refs, rows, place, w, n, tile) if masked else None
+                return self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
+
+            def finish(p, slope, dp) -> None:
+                p = lax.optimization_barrier(p.astype(self.dtype))  # rounds pairs, and not one by one
+                plgpu.wgmma(dv_acc, p, do_smem)
+                keep = self.keep(refs, rows, place, w, unknown(n), tile) if masked else None
+                send(self.logits_gradient(p.astype(jnp.float32), dp(1), delta(), slope, keep, None))
+
+            def delta() -> jax.Array:
+                return across(load(scratch["delta_smem"].at[slot], COL), tile, 1)
+
+            def send(ds) -> None:
+                if self.dims.S % self.rows:  # keys beyond the last are zeros, but their weights may be infinite
+                    row = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=WGMMA)
+                    ds = jnp.where(row < self.dims.S - start, ds, jnp.zeros_like(ds))
+                self._wait_ds(scratch, t, n > lo)
+                dq = self._half(scratch, w, t - 1)
+                scratch["ds_smem"].at[buffer, w][...] = ds
+                plgpu.commit_smem()
+                plgpu.wgmma(dk_acc, ds, q_smem)
+                dq = _wait(dq, 1)
+                # only now: the other warpgroup may write over what this half of dq was made from
+                plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
+                self._send(refs, scratch, dq_ref, dq, place, n - 1, w, n > lo, scrub)
+
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
-            x, dp = pl.run_scoped(products, *[plgpu.ACC(tile, jnp.float32)] * 2)
-            keep = self.keep(refs, rows, place, w, n, tile) if masked else None
-            x = _wait(x, 1)
-            p, slope = self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
-            p = p.astype(self.dtype)
-            if self.config.overlap:  # else weights are rounded one by one, on the unit that has the exponentials
-                p = lax.optimization_barrier(p)
-            plgpu.wgmma(dv_acc, p, do_smem)  # also keeps the compiler from computing the weights after the wait
-            delta = across(load(scratch["delta_smem"].at[slot], COL), tile, 1)
-            ds = logits_gradient(p.astype(jnp.float32), _wait(dp, 1), delta, slope, keep).astype(self.dtype)
-            if self.dims.S % self.rows:  # keys beyond the last are zeros, but their weights may be infinite
-                row = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=WGMMA)
-                ds = jnp.where(row < self.dims.S - start, ds, jnp.zeros_like(ds))
-            self._wait_ds(scratch, t, n > lo)
-            dq = self._half(scratch, w, t - 1)
-            scratch["ds_smem"].at[buffer, w][...] = ds
-            plgpu.commit_smem()
-            plgpu.wgmma(dk_acc, ds, q_smem)
-            dq = _wait(dq, 1)
-            # only now: the other warpgroup may write over what this half of dq was made from
-            plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
-            self._send(refs, scratch, dq_ref, dq, place, n - 1, w, n > lo, scrub)
-            plgpu.wgmma_wait(0)
+            if self.overlaps:
+                self.beside(tile, delta(), issue, weigh, finish)
+            else:
+                x, dp = pl.run_scoped(products, *[plgpu.ACC(tile, jnp.float32)] * 2)
+                keep = self.keep(refs, rows, place, w, n, tile) if masked else None
+                x = _wait(x, 1)
+                p, slope = self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
+                p = p.astype(self.dtype)
+                plgpu.wgmma(dv_acc, p, do_smem)  # also keeps the compiler from computing the weights after the wait
+                minus = delta()
+                send(logits_gradient(p.astype(jnp.float32), _wait(dp, 1), minus, slope, keep).astype(self.dtype))
+                plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 

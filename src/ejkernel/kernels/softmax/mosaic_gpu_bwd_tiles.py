@@ -20,6 +20,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     masked_block,
     tile_ref,
     unknown,
+    zeros,
 )
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import copy_tiles
 
@@ -27,10 +28,15 @@ from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import copy_tiles
 class Gradient(Kernel):
     """What the backward kernels have in common."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps are those of `beside`: in JAX 0.10 a product there cannot add to what a loop sums up."""
+        return self.config.overlap and jax.__version_info__ >= (0, 11)
+
     def own(self, w: Any) -> Any:
         """The warpgroup's number, for addresses inside a loop; at D64 registers hold them all, which is faster."""
         D = self.dims.D
-        return unknown(w) if D == 128 or (D > 128 and self.config.overlap) else w
+        return unknown(w) if D == 128 or (D > 128 and self.overlaps) else w
 
     def weights(
         self, logits: jax.Array, lse: jax.Array, keep: Any, bias: jax.Array | None = None
@@ -45,6 +51,42 @@ class Gradient(Kernel):
     def kept(self, x: jax.Array, stays: jax.Array | None) -> jax.Array:
         """Zeros where a pair was dropped, the others the larger for it."""
         return x if stays is None else jnp.where(stays, x * (1.0 / (1.0 - self.dropout)), 0.0)
+
+    def beside(
+        self,
+        shape: tuple[int, int],
+        delta: jax.Array,
+        issue: Callable[[Any, Any], None],
+        weigh: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
+        finish: Callable[[jax.Array, jax.Array | None, Callable[[int], jax.Array]], None],
+    ) -> None:
+        """A step whose weights are computed while the product for dp runs; all its products are done at its end.
+
+        Args:
+            delta: spread over the tile. The accumulator of dp begins with its negative, unless pairs are dropped.
+            issue: (logits, dp) starts both products.
+            weigh: the weights of logits, and the soft cap's slope.
+            finish: (weights, slope, dp) does the rest; dp(n) is had when at most n later products are not done.
+        """
+
+        def body(dp_acc: Any) -> None:
+            def logits(s_acc: Any) -> jax.Array:
+                issue(s_acc, dp_acc)
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+            x = lax.optimization_barrier(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
+            finish(*weigh(x), lambda n: lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc, wait_n=n)))
+
+        start: Any = plgpu.ACC.init(zeros(shape) if self.dropout else -delta)
+        pl.run_state(body)(start)
+
+    def logits_gradient(
+        self, p: jax.Array, dp: jax.Array, delta: jax.Array, slope: jax.Array | None, keep: Any, stays: Any
+    ) -> jax.Array:
+        """ds in 16 bits, of the dp that `beside` has."""
+        ds = p * (self.kept(dp, stays) - delta if self.dropout else dp)
+        ds = ds if slope is None else ds * slope
+        return (ds if keep is None else jnp.where(keep, ds, 0.0)).astype(self.dtype)
 
 
 def logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
