@@ -128,6 +128,8 @@ def loops(sass: str) -> list[list[str]]:
 def report(ptx: Path, *, order: bool) -> None:
     cubin = ptx.with_suffix(".cubin")
     said = subprocess.run([tool("ptxas"), "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True, text=True)
+    if said.returncode:
+        raise SystemExit(said.stderr)
     print(f"\n{ptx.stem}")
     for line in said.stderr.splitlines():
         if re.search(r"\(C\d+\)|registers|spill stores", line):

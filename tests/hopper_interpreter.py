@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="by their ids; all that have tiles of these kernels")
     parser.add_argument("--cfg", default="{}", help="what differs from the default config, as a Python dict")
     given = parser.parse_args()
+    if unknown := set(given.cases) - {case.id for case in CASES}:
+        raise SystemExit(f"no cases: {', '.join(sorted(unknown))}")
     install()
     cfg, wrong = ast.literal_eval(given.cfg), 0
     for case in CASES:

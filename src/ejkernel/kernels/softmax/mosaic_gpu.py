@@ -49,8 +49,9 @@ class Config:
         stages: forward, key and value blocks in flight.
         warpgroups: forward, how many compute, each 64 queries; three have 160 registers a thread and need `overlap`.
         overlap: forward, a warpgroup issues the logits of its next block together with this block's weighted values,
-            and does the softmax of the one beside the other; else two warpgroups alternate. Backward: the weights are
-            computed, and dv is under way, before dp is waited for.
+            and does the softmax of the one beside the other; else two warpgroups alternate. Backward, from JAX
+            0.11 on: dq's weights are computed before dp is waited for, and those of dk/dv too, whose dv is then under
+            way, unless it is `dkv_split`.
         dq_block_k: keys of a block in the dq kernel.
         dq_slots: shared-memory slots that keys and values share in the dq kernel.
         dkv_block_q: queries of a block in the dk/dv kernel.

@@ -208,11 +208,14 @@ class _QueryGradient(Gradient):
             k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
             k_smem, v_smem = scratch["kv_smem"].at[k_slot], scratch["kv_smem"].at[v_slot]
 
-            def products(s_acc, dp_acc):
+            def issue(s_acc, dp_acc) -> None:
                 plgpu.barrier_wait(scratch["ready"].at[k_slot])
                 plgpu.wgmma(s_acc, own[0], k_smem.T)
                 plgpu.barrier_wait(scratch["ready"].at[v_slot])
                 plgpu.wgmma(dp_acc, own[1], v_smem.T)
+
+            def products(s_acc, dp_acc):
+                issue(s_acc, dp_acc)
                 keep = self.keep(refs, rows, place, w, i, shape) if masked else None
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
@@ -224,12 +227,6 @@ class _QueryGradient(Gradient):
                 dp = self.kept(dp_acc[...], self.stays(refs, rows, place, i, shape))
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
                 return logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
-
-            def issue(s_acc, dp_acc) -> None:
-                plgpu.barrier_wait(scratch["ready"].at[k_slot])
-                plgpu.wgmma(s_acc, own[0], k_smem.T)
-                plgpu.barrier_wait(scratch["ready"].at[v_slot])
-                plgpu.wgmma(dp_acc, own[1], v_smem.T)
 
             def weigh(x):
                 keep = self.keep(refs, rows, place, w, i, shape) if masked else None

@@ -164,17 +164,14 @@ class _Fused(QueryLoop):
 
     def _half(self, scratch, w, t) -> jax.Array:
         """Registers that will hold this warpgroup's half of ds^T k of step t when the products are done."""
-        buffer = lax.rem(t + 2, jnp.int32(2))
-
-        own = pl.ds(w * 64, 64)
+        buffer, own = lax.rem(t + 2, jnp.int32(2)), pl.ds(w * 64, 64)
 
         def product(acc):
             for other in range(2):
-                ds, k = scratch["ds_smem"].at[buffer, other], scratch["k_smem"].at[other]
                 if self.block > 64:
-                    ds = scratch["ds_smem"].at[buffer, other, :, own]
+                    ds, k = scratch["ds_smem"].at[buffer, other, :, own], scratch["k_smem"].at[other]
                 else:
-                    k = scratch["k_smem"].at[other, :, own]
+                    ds, k = scratch["ds_smem"].at[buffer, other], scratch["k_smem"].at[other, :, own]
                 plgpu.wgmma(acc, ds.T, k)
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 

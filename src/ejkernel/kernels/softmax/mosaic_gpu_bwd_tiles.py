@@ -84,13 +84,13 @@ class Gradient(Kernel):
         self, p: jax.Array, dp: jax.Array, delta: jax.Array, slope: jax.Array | None, keep: Any, stays: Any
     ) -> jax.Array:
         """ds in 16 bits, of the dp that `beside` has."""
-        ds = p * (self.kept(dp, stays) - delta if self.dropout else dp)
-        ds = ds if slope is None else ds * slope
-        return (ds if keep is None else jnp.where(keep, ds, 0.0)).astype(self.dtype)
+        left = delta if self.dropout else None
+        return logits_gradient(p, self.kept(dp, stays), left, slope, keep).astype(self.dtype)
 
 
-def logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, slope: Any, keep: Any) -> jax.Array:
-    ds = p * (dp - delta)
+def logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array | None, slope: Any, keep: Any) -> jax.Array:
+    """ds; without a delta, dp is less it already."""
+    ds = p * (dp if delta is None else dp - delta)
     if slope is not None:
         ds *= slope
     return ds if keep is None else jnp.where(keep, ds, 0.0)  # 0 * (what a masked value holds) may be nan

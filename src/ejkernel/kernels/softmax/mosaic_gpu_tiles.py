@@ -649,18 +649,11 @@ def settle(x: jax.Array, layout: Any) -> None:
 
     def decide(_: Any, array: Any) -> None:
         numbers = [number for register in array.registers.flat for number in _numbers(register)]
-        odd = [*numbers[1:], numbers[0]] if len(numbers) % 2 == 0 else numbers[1:]
-        either = [f"lop3.b32 signs, signs, ${2 * n + 1}, ${2 * n + 2}, 0xfe;" for n in range(len(odd) // 2)]
-        asm = " ".join(
-            [
-                "{ .reg .pred negative; .reg .b32 signs; mov.b32 signs, $0;",
-                *either,
-                "setp.lt.s32 negative, signs, 0; @negative pmevent 0; }",
-            ]
-        )
-        inputs = [numbers[0], *odd]
-        constraints = ",".join("f" for _ in inputs)
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), inputs, asm, constraints, has_side_effects=True)
+        either = " ".join(f"or.b32 signs, signs, ${n};" for n in range(1, len(numbers)))  # ptxas does two at a time
+        begin, end = ".reg .pred any; .reg .b32 signs; mov.b32 signs, $0;", "setp.lt.s32 any, signs, 0; @any pmevent 0;"
+        constraints = ",".join("f" * len(numbers))
+        asm = f"{{ {begin} {either} {end} }}"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), numbers, asm, constraints, has_side_effects=True)
 
     inline: Any = plgpu.inline_mgpu(arg_types=(layout,))
     inline(decide)(x)
