@@ -120,24 +120,18 @@ def test_lowers_forward_and_backward(name, monkeypatch):
         assert text.count("stablehlo.optimization_barrier") >= 2 * len(kernels)  # around each, see `apart`
 
 
-THREE = {"overlap": True, "warpgroups": 3, "block_k": 128}
+THREE, LANE = {"warpgroups": 3}, {"semantics": "lane", "bwd_semantics": "lane"}
 OTHER_WAYS = {
-    "D64-overlap": ("D64", {"overlap": True, "block_k": 128}),
-    "D64-three": ("D64", THREE),
-    "D64-three-ragged": ("D40-ragged", THREE),
-    "D128-overlap-D80": ("D80-causal", {"overlap": True}),
-    "D64-three-many-tiles": ("D64-many-tiles", THREE),
+    "D64-two": ("D64", {"warpgroups": 2}),
     "D64-three-bias": ("D64-bias", THREE),
-    "D64-three-dropout": ("D64-dropout", THREE),
-    "D128-overlap-segments": ("D128-segments-sinks-soft-cap", {"overlap": True}),
-    "D128-overlap-pattern": ("D128-pattern-64-per-head-causal", {"overlap": True}),
-    "D128-overlap-lane": ("D128-many-tiles-causal", {"overlap": True, "semantics": "lane"}),
-    "D256-overlap": ("D256-many-tiles-causal", {"overlap": True}),
+    "D128-lane": ("D128-many-tiles-causal", LANE),
+    "D128-lane-segments": ("D128-segments-sinks-soft-cap", LANE),
+    "D256-warpgroup": ("D256-many-tiles-causal", {"semantics": "warpgroup"}),
 }
-FUSED_D64 = {"fused": True, "dkv_block_q": 128, "dkv_stages": 2, "block_k": 128, "overlap": True}
+FUSED_D64 = {"fused": True, "dkv_block_q": 128, "dkv_stages": 2}
 if mosaic_gpu.CAN_ADD:
     OTHER_WAYS["D64-fused"] = "D64-many-tiles", FUSED_D64
-    OTHER_WAYS["D128-fused-overlap"] = "D128-many-tiles-causal", {"fused": True, "overlap": True}
+    OTHER_WAYS["D128-fused"] = "D128-many-tiles-causal", {"fused": True}
 
 
 @pytest.mark.parametrize("name", OTHER_WAYS)
@@ -162,7 +156,7 @@ def test_lowers_what_is_no_default(name, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "way", "reason"),
     [
-        ("D64", {"overlap": True}, "no registers for block_k=256"),
+        ("D64", {"block_k": 256}, "block_k=256 leaves no registers"),
         ("D128-causal", THREE, "no registers for head dim 128"),
         ("D64-mask", THREE, "two times 64 queries"),
         ("D64", {"fused": True, "dkv_stages": 2}, "needs dkv_block_q=128"),
@@ -179,11 +173,11 @@ def test_refuses_what_it_has_no_room_for(case, way, reason):
     assert any(reason in found for found in reasons), reasons
 
 
-def test_two_warpgroups_alternate_and_three_do_not():
-    with pytest.raises(ValueError, match="warpgroups=3 needs overlap=True"):
-        mosaic_gpu.Config(warpgroups=3)
+def test_two_or_three_warpgroups_compute():
     with pytest.raises(ValueError, match="warpgroups=4 must be 2 or 3"):
-        mosaic_gpu.Config(warpgroups=4, overlap=True)
+        mosaic_gpu.Config(warpgroups=4)
+    with pytest.raises(ValueError, match="bwd_semantics='thread' must be"):
+        mosaic_gpu.Config(bwd_semantics="thread")  # pyright: ignore[reportArgumentType]
 
 
 def test_many_tiles_of_documents_are_put_in_order():

@@ -1,17 +1,17 @@
 """Softmax attention on Hopper through Pallas Mosaic GPU: warp-specialised, pipelined wgmma.
 
-A tile is 128 query rows of one head; a program computes one, or one after another. Two compute warpgroups hold 64 rows
-each; a third one copies key and value blocks into a ring of `stages` shared-memory slots. The compute warpgroups meet
-at a barrier twice per key block and run half a block apart, so that one does its softmax while the other feeds the
-tensor cores. The block schedule gives each tile three runs of key blocks: masked, unmasked, masked. Under a block
-pattern the runs are of places in a list, unmasked then masked, and a block is made of pieces of 64 keys that need not
-be neighbours (see mosaic_gpu_lists).
+A tile is 128 query rows of one head (192 at head dim 64); a program computes one, or one after another. Compute
+warpgroups hold 64 rows each; another one copies key and value blocks into a ring of `stages` shared-memory slots. In a
+step a warpgroup issues the logits of its next block together with this block's weighted values, and does the softmax of
+the former beside the latter. The block schedule gives each tile three runs of key blocks: masked, unmasked, masked.
+Under a block pattern the runs are of places in a list, unmasked then masked, and a block is made of pieces of 64 keys
+that need not be neighbours (see mosaic_gpu_lists).
 
-Registers of a compute thread (at most 232): logits block_k/2, weights in 16 bits block_k/4, output D/2.
-D64/block_k 128: 64+32+32, D128/128: 64+32+64, D256/64: 32+16+128. With `overlap` the previous block's weights are still
-read while these are computed, in the registers of the logits: as many.
-Shared memory (227 KB): 256*D bytes of queries, as much for the output (up to D128; beyond, it takes the queries' place)
-and stages*2*block_k*D*2 of keys and values. D64/128/2: 32+64, D128/128/2: 64+128, D256/64/2: 64+128.
+Registers of a compute thread (at most 232; 160 of three warpgroups): logits block_k/2, weights in 16 bits of this block
+and the one before block_k/4 and in the logits' place, output D/2. D64/block_k 128: 64+32+32, D128/128: 64+32+64,
+D256/64: 32+16+128.
+Shared memory (227 KB): 128*D bytes of queries a warpgroup, as much for the output (up to D128; beyond, it takes the
+queries' place) and stages*2*block_k*D*2 of keys and values. D64/128/2: 48+64, D128/128/2: 64+128, D256/64/2: 64+128.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from ejkernel.kernels.softmax import mosaic_gpu_bwd, mosaic_gpu_fwd
 from ejkernel.kernels.softmax.mosaic_gpu_bwd import BIAS_TILES
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_fused import BLOCKS
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import Extent, Masks, copied_bias, results_apart
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import Extent, copied_bias, results_apart
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import PLATFORMS, Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -38,6 +38,8 @@ SMEM_BYTES = 232448
 CAN_ADD = jax.__version_info__ >= (0, 11)
 # a core's tiles: at 31 an order saved 5 to 7% of a forward on documents; fewer were not measured, and it takes a sort
 _TILES_WORTH_ORDER = 16
+# with a causal mask at head dim 64: one kernel took 12% less time at T8192, and 6% more at T2048
+_LENGTH_WORTH_FUSING = 4096
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,7 @@ class Config:
     Attributes:
         block_k: forward, keys of a block.
         stages: forward, key and value blocks in flight.
-        warpgroups: forward, how many compute, each 64 queries; three have 160 registers a thread and need `overlap`.
-        overlap: forward, a warpgroup issues the logits of its next block together with this block's weighted values,
-            and does the softmax of the one beside the other; else two warpgroups alternate. Backward, from JAX
-            0.11 on: dq's weights are computed before dp is waited for, and those of dk/dv too, whose dv is then under
-            way, unless it is `dkv_split`.
+        warpgroups: forward, how many compute, each 64 queries; three have 160 registers a thread.
         dq_block_k: keys of a block in the dq kernel.
         dq_slots: shared-memory slots that keys and values share in the dq kernel.
         dkv_block_q: queries of a block in the dk/dv kernel.
@@ -59,7 +57,8 @@ class Config:
         dkv_split: one warpgroup sums dv, the other dk, over the same 64 keys (for large head dims).
         fused: the backward is one kernel, which adds dq in any order (see mosaic_gpu_bwd_fused). Of the fields above it
             has `dkv_stages`, and blocks of 64 queries, at head dim 64 of 128.
-        semantics: which of Mosaic's two lowerings to use.
+        semantics: which of Mosaic's two lowerings to use for the forward.
+        bwd_semantics: and for the backward.
         persistent: as many programs as cores, where a fixed deal of tiles is fair.
         ordered: and where only the device knows how much a tile visits, a deal of tiles in order, the longest first.
     """
@@ -67,7 +66,6 @@ class Config:
     block_k: int = 128
     stages: int = 2
     warpgroups: int = 2
-    overlap: bool = False
     dq_block_k: int = 64
     dq_slots: int = 4
     dkv_block_q: int = 64
@@ -75,6 +73,7 @@ class Config:
     dkv_split: bool = False
     fused: bool = False
     semantics: Literal["warpgroup", "lane"] = "warpgroup"
+    bwd_semantics: Literal["warpgroup", "lane"] = "warpgroup"
     persistent: bool = True
     ordered: bool = False
 
@@ -84,10 +83,9 @@ class Config:
             config_ints(self, (name,), least)
         if self.warpgroups > 3:
             raise ValueError(f"warpgroups={self.warpgroups} must be 2 or 3")
-        if self.warpgroups > 2 and not self.overlap:
-            raise ValueError("warpgroups=3 needs overlap=True: only two can alternate")
-        if self.semantics not in ("warpgroup", "lane"):
-            raise ValueError(f"semantics={self.semantics!r} must be 'warpgroup' or 'lane'")
+        for name in ("semantics", "bwd_semantics"):
+            if (value := getattr(self, name)) not in ("warpgroup", "lane"):
+                raise ValueError(f"{name}={value!r} must be 'warpgroup' or 'lane'")
         if self.ordered and not self.persistent:
             raise ValueError("ordered=True deals tiles to as many programs as cores: it needs persistent=True")
 
@@ -184,8 +182,8 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
             for n, b in blocks.items()
             if b != 64
         ]
-    if config.overlap and 3 * config.block_k // 4 + D // 2 > 192:
-        reasons.append(f"overlap=True leaves no registers for block_k={config.block_k} at head dim {D}")
+    if 3 * config.block_k // 4 + D // 2 > 192:
+        reasons.append(f"block_k={config.block_k} leaves no registers at head dim {D}")
     if config.warpgroups == 3 and D > 64:
         reasons.append(f"warpgroups=3 leaves no registers for head dim {D}: 64 at most")
     if config.warpgroups == 3 and ("pattern" in call or "mask" in call):
@@ -213,12 +211,16 @@ def _unsupported_fused(call: Call, config: Config) -> list[str]:
 
 
 def _fused_is_faster(call: Call) -> bool:
-    """Whether one kernel was measured to be faster than two: without a mask, as many key heads, whole tiles."""
-    dims = dimensions(call)
-    masks = any(name in call for name in ("q_segments", "q_positions", "pattern", "mask"))
-    hidden = masks or call.spec.chunk is not None or call.spec.band != Band()
+    """Whether one kernel was measured to be faster than two: as many key heads, whole tiles, and no mask.
+
+    At head dim 64 it is so with a causal mask too, over many blocks.
+    """
+    dims, spec, D = dimensions(call), call.spec, width(call)
+    if any(name in call for name in ("q_segments", "q_positions", "pattern", "mask", "bias")) or spec.chunk is not None:
+        return False
+    long = D == 64 and spec.band.lo is None and dims.T >= _LENGTH_WORTH_FUSING
     whole = dims.Hkv == dims.H and dims.T % 128 == 0 and dims.S % 128 == 0
-    return whole and not hidden and width(call) == 128 and CAN_ADD and "bias" not in call and not call.spec.dropout
+    return D in BLOCKS and whole and (spec.band == Band() or long) and CAN_ADD and not spec.dropout
 
 
 def _order_is_faster(call: Call) -> bool:
@@ -228,19 +230,25 @@ def _order_is_faster(call: Call) -> bool:
     return many and "q_segments" in call and "pattern" not in call and "mask" not in call
 
 
+def _fused(config: Config, D: int) -> Config:
+    """The same with a backward in one kernel."""
+    return replace(config, fused=True, dkv_block_q=BLOCKS.get(D, 64), dkv_stages=2)
+
+
 def default_config(call: Call) -> Config:
     """Tiles by head dim; see the budgets above and in mosaic_gpu_bwd."""
     D, ordered, bias = width(call), _order_is_faster(call), copied_bias(call, "q")
-    if D <= 64 and bias == "tile" and ("pattern" in call or "mask" in call):
+    fused = _fused_is_faster(call) and not is_deterministic()
+    listed = "pattern" in call or "mask" in call
+    if D <= 64 and bias == "tile" and listed:
         return Config(64, stages=2, dq_block_k=64, dq_slots=4, dkv_block_q=64, dkv_stages=3)
     if D <= 64:
-        # with a mask, smaller blocks visit less
-        block_k = 128 if Masks.of(call, "q").mixed or "bias" in call else 256
-        return Config(block_k, stages=2, dq_block_k=128, dq_slots=4, dkv_block_q=64, dkv_stages=3, ordered=ordered)
+        groups = 2 if listed or "bias" in call else 3
+        config = Config(128, warpgroups=groups, dq_block_k=128, dq_slots=4, dkv_stages=3, ordered=ordered)
+        return _fused(config, D) if fused else config
     if 64 < D <= 128 and bias == "tile":  # whose tiles leave less room for others
         return Config(64, dq_block_k=64, dq_slots=5, dkv_block_q=64, dkv_stages=1, ordered=ordered)
     if D <= 128:
-        fused = _fused_is_faster(call) and not is_deterministic()
         return Config(128, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=2, fused=fused, ordered=ordered)
     return Config(
         block_k=64,
@@ -256,10 +264,10 @@ def default_config(call: Call) -> Config:
 
 def search_space(call: Call) -> list[Config]:
     """Configs worth timing that fit in shared memory and in the forward's registers."""
-    D = width(call)
-    base = default_config(call)
-    other = replace(base, fused=not base.fused)
-    found = [base] if unsupported_config(call, other) else [base, other]
+    base, D = default_config(call), width(call)
+    others = [replace(base, warpgroups=5 - base.warpgroups)]
+    others.append(replace(base, fused=False, dkv_block_q=64) if base.fused else _fused(base, D))
+    found = [base, *(config for config in others if not unsupported_config(call, config))]
     if any(name in call for name in ("q_segments", "q_positions", "pattern")):
         found.append(replace(base, ordered=not base.ordered))
     for block_k in (64, 128, 256):
@@ -267,9 +275,7 @@ def search_space(call: Call) -> list[Config]:
             for persistent in (True, False):
                 kept = base.ordered and persistent
                 config = replace(base, block_k=block_k, stages=stages, persistent=persistent, ordered=kept)
-                registers = block_k * 3 // 4 + D // 2
-                fits = registers <= 224 and not unsupported_config(call, config)
-                if fits and config != base:
+                if config != base and not unsupported_config(call, config):
                     found.append(config)
     return found
 

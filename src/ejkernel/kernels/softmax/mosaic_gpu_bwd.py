@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.softmax.gradients import output_cotangent, sink_gradient
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_fused import fused_gradients
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_tiles import Gradient, QueryLoop, logits_gradient
+from ejkernel.kernels.softmax.mosaic_gpu_ptx import settle
 from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
@@ -48,7 +49,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     masked_block,
     padded_to_8,
     results_apart,
-    settle,
     tile_ref,
     unknown,
 )
@@ -84,10 +84,13 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Any) -> 
 
 
 def _row_statistics(lse: jax.Array, delta: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
-    """Base-2 log-sum-exp and delta (B, H, whole tiles); +inf where a row sees nothing or lies beyond T: weight 0."""
+    """What is added to logits and to dp, (B, H, whole tiles): minus the base-2 log-sum-exp, and minus delta.
+
+    The former is -inf where a row sees nothing or lies beyond T: weight 0.
+    """
     padding = ((0, 0), (0, 0), (0, -lse.shape[2] % math.lcm(128, config.dkv_block_q)))
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
-    return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
+    minus_lse = jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2_E)
+    return jnp.pad(minus_lse, padding, constant_values=-jnp.inf), jnp.pad(-delta, padding)
 
 
 def _dq(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> jax.Array:
@@ -95,7 +98,7 @@ def _dq(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> jax.Array:
     kernel = _QueryGradient.of(call, config, "q", 128, config.dq_block_k)
     return launch(
         kernel,
-        config.semantics,
+        config.bwd_semantics,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,
@@ -109,7 +112,7 @@ def _dkv(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> tuple[jax.A
     kernel = kind.of(call, config, "k", keys, config.dkv_block_q)
     return launch(
         kernel,
-        config.semantics,
+        config.bwd_semantics,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)),
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,
@@ -122,7 +125,7 @@ class _QueryGradient(Gradient):
 
     def scratch(self) -> dict[str, Any]:
         c, D = self.config, self.dims.D
-        scratch = retry_scratch(self.masks, c.dq_slots, c.dq_block_k, self.parts) | {
+        scratch = retry_scratch(self.masks.mixed, c.dq_slots, c.dq_block_k, self.parts) | {
             "q_smem": tile_ref((2, 64, D), self.dtype),
             "do_smem": tile_ref((2, 64, D), self.dtype),
             "kv_smem": tile_ref((c.dq_slots, c.dq_block_k, D), self.dtype),
@@ -149,12 +152,12 @@ class _QueryGradient(Gradient):
             b, h, i = self.place(refs, n)
             row = self.runs.row(refs, b, h, i)
             own = pl.ds(i * 128 + w * 64, 64)
-            lse, delta = load(lse_ref.at[b, h, own], ROW), load(delta_ref.at[b, h, own], ROW)
+            added = load(lse_ref.at[b, h, own], ROW), load(delta_ref.at[b, h, own], ROW)
             rows = self.masks.rows(refs, b, i * 128 + w * 64, 64)
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
             def sum_up(dq_acc):
-                step = self._step(refs, scratch, dq_acc, w, (b, h, i), blocks - row[0], rows, lse, delta, scrub)
+                step = self._step(refs, scratch, dq_acc, w, (b, h, i), blocks - row[0], rows, added, scrub)
                 self.runs.loop(row, step, jnp.int32(0))
                 return dq_acc[...]
 
@@ -197,9 +200,9 @@ class _QueryGradient(Gradient):
 
         copy_tiles(self.walk, scratch, scrub, {"free": 2} | ({"bias_free": 1} if self.bias_copied else {}), feed)
 
-    def _step(self, refs, scratch, dq_acc, w, place, before, rows, lse, delta, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, dq_acc, w, place, before, rows, added, scrub) -> Callable[..., Any]:
         block, slots = self.config.dq_block_k, self.config.dq_slots
-        shape = (64, block)
+        (minus_lse, minus_delta), shape = added, (64, block)
         bias_of = self.bias(refs, scratch, rows, place, w)
 
         def step(i, carry, *, masked: bool):
@@ -208,11 +211,12 @@ class _QueryGradient(Gradient):
             k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
             k_smem, v_smem = scratch["kv_smem"].at[k_slot], scratch["kv_smem"].at[v_slot]
 
-            def issue(s_acc, dp_acc) -> None:
+            def issue(s_acc, dp_acc) -> jax.Array:
                 plgpu.barrier_wait(scratch["ready"].at[k_slot])
                 plgpu.wgmma(s_acc, own[0], k_smem.T)
                 plgpu.barrier_wait(scratch["ready"].at[v_slot])
                 plgpu.wgmma(dp_acc, own[1], v_smem.T)
+                return minus_lse
 
             def products(s_acc, dp_acc):
                 issue(s_acc, dp_acc)
@@ -221,19 +225,19 @@ class _QueryGradient(Gradient):
                 if masked and self.masks.mixed:
                     x += across(flags(scratch, k_slot, block, scrub), shape, 1)
                 tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
-                p, slope = self.weights(x, across(lse, shape, 0), keep, bias_of(tile, i))
+                p, slope = self.weights(x, across(minus_lse, shape, 0), keep, bias_of(tile, i))
                 if self.bias_copied:
                     plgpu.barrier_arrive(scratch["bias_free"].at[tile])
                 dp = self.kept(dp_acc[...], self.stays(refs, rows, place, i, shape))
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
-                return logits_gradient(p, dp, across(delta, shape, 0), slope, keep).astype(self.dtype)
+                return logits_gradient(p, dp, across(minus_delta, shape, 0), slope, keep).astype(self.dtype)
 
-            def weigh(x):
+            def weigh(x, minus_lse):
                 keep = self.keep(refs, rows, place, w, i, shape) if masked else None
                 if masked and self.masks.mixed:
                     x += across(flags(scratch, k_slot, block, scrub), shape, 1)
                 tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
-                found = self.weights(x, across(lse, shape, 0), keep, bias_of(tile, i))
+                found = self.weights(x, across(minus_lse, shape, 0), keep, bias_of(tile, i))
                 if self.bias_copied:
                     plgpu.barrier_arrive(scratch["bias_free"].at[tile])
                 return found
@@ -243,11 +247,11 @@ class _QueryGradient(Gradient):
                 keep = self.keep(refs, rows, place, w, unknown(i), shape) if masked else None
                 stays, product = self.stays(refs, rows, place, i, shape), dp(0)
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
-                ds = self.logits_gradient(p, product, across(delta, shape, 0), slope, keep, stays)
+                ds = self.logits_gradient(p, product, across(minus_delta, shape, 0), slope, keep, stays)
                 plgpu.wgmma(dq_acc, ds, k_smem)
 
             if self.overlaps:
-                self.beside(shape, across(delta, shape, 0), issue, weigh, finish)
+                self.beside(shape, across(minus_delta, shape, 0), issue, weigh, finish)
             else:
                 ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
                 plgpu.wgmma(dq_acc, ds, k_smem)
@@ -322,36 +326,37 @@ class _KeyGradient(QueryLoop):
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
                 keep = self.keep(refs, rows, place, w, n, shape) if masked else None
-                lse = self.log_sums(scratch, slot, shape, masked, scrub)
+                minus_lse = across(self.minus_log_sums(scratch, slot, shape, masked, scrub), shape, 1)
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                p, slope = self.weights(x, lse, keep, bias_of(slot, n))
+                p, slope = self.weights(x, minus_lse, keep, bias_of(slot, n))
                 stays = self.stays(refs, rows, place, n, shape)
                 dp = self.kept(dp_acc[...], stays)
-                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
-                ds = logits_gradient(p, dp, delta, slope, keep)
+                minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                ds = logits_gradient(p, dp, minus_delta, slope, keep)
                 return self.kept(p, stays).astype(self.dtype), ds.astype(self.dtype)
 
-            def issue(s_acc, dp_acc) -> None:
+            def issue(s_acc, dp_acc) -> jax.Array:
                 plgpu.wgmma(s_acc, own[0], q_smem.T)
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
+                return self.minus_log_sums(scratch, slot, shape, masked, scrub)
 
-            def weigh(x):
+            def weigh(x, minus_lse):
                 keep = self.keep(refs, rows, place, w, n, shape) if masked else None
-                return self.weights(x, self.log_sums(scratch, slot, shape, masked, scrub), keep, bias_of(slot, n))
+                return self.weights(x, across(minus_lse, shape, 1), keep, bias_of(slot, n))
 
             def finish(p, slope, dp) -> None:
                 stays = self.stays(refs, rows, place, n, shape)
                 plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), do_smem)
                 keep = self.keep(refs, rows, place, w, unknown(n), shape) if masked else None
-                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
-                plgpu.wgmma(dk_acc, self.logits_gradient(p, dp(1), delta, slope, keep, stays), q_smem)
+                minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                plgpu.wgmma(dk_acc, self.logits_gradient(p, dp(1), minus_delta, slope, keep, stays), q_smem)
 
             def add() -> None:
                 if self.overlaps:
                     plgpu.barrier_wait(scratch["q_ready"].at[slot])
                     plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                    delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
-                    self.beside(shape, delta, issue, weigh, finish)
+                    minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                    self.beside(shape, minus_delta, issue, weigh, finish)
                     return
                 p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
                 plgpu.wgmma(dv_acc, p, do_smem)
@@ -434,8 +439,8 @@ class _SplitKeyGradient(QueryLoop):
                 plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
                 keep = self.keep(refs, rows, place, 0, n, shape) if masked else None
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                lse = self.log_sums(scratch, slot, shape, masked, scrub)
-                p, slope = self.weights(s_acc[...], lse, keep, bias_of(slot, n))
+                minus_lse = across(self.minus_log_sums(scratch, slot, shape, masked, scrub), shape, 1)
+                p, slope = self.weights(s_acc[...], minus_lse, keep, bias_of(slot, n))
                 if slope is None:
                     return p, p
                 # the slope of a masked pair may be nan
@@ -466,10 +471,10 @@ class _SplitKeyGradient(QueryLoop):
                 plgpu.barrier_wait(scratch["p_ready"].at[buffer])
                 p = load(scratch["p_smem"].at[buffer], WGMMA).astype(jnp.float32)
                 plgpu.barrier_arrive(scratch["p_free"].at[buffer])
-                delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
                 dp = self.kept(dp_acc[...], self.stays(refs, rows, place, n, shape))
                 # a weight of 0 is a masked one: what its value holds does not count
-                return logits_gradient(p, dp, delta, None, p != 0.0 if masked else None).astype(self.dtype)
+                return logits_gradient(p, dp, minus_delta, None, p != 0.0 if masked else None).astype(self.dtype)
 
             ds = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_wait(scratch["q_ready"].at[slot])

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_bwd_tiles import QueryLoop, logits_gradient
+from ejkernel.kernels.softmax.mosaic_gpu_bwd_tiles import QueryLoop
 from ejkernel.kernels.softmax.mosaic_gpu_retry import flags_of, scrub_tile
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
@@ -54,7 +54,7 @@ def fused_gradients(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> 
     like_keys = jax.ShapeDtypeStruct(k.shape, k.dtype)
     run = launch(
         kernel,
-        config.semantics,
+        config.bwd_semantics,
         out_type=(like_keys, like_keys),
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,
@@ -198,33 +198,27 @@ class _Fused(QueryLoop):
         start, tile = place[2] * 128 + own * 64, (64, self.block)
 
         def step(n, t, *, masked: bool):
-            # with masks more is alive, and what is spilled would no longer fit the cache; without, this costs 5%
-            w = unknown(own) if self.runs.masked or self.overlaps else own
+            w = unknown(own)  # what is spilled would not fit the cache
             slot, buffer = (lax.rem(t, jnp.int32(size)) for size in (self.config.dkv_stages, 2))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
 
-            def issue(s_acc, dp_acc) -> None:
+            def issue(s_acc, dp_acc) -> jax.Array:
                 plgpu.wgmma(s_acc, scratch["k_smem"].at[w], q_smem.T)
                 plgpu.wgmma(dp_acc, scratch["v_smem"].at[w], do_smem.T)
+                return self.minus_log_sums(scratch, slot, tile, masked, scrub)
 
-            def products(s_acc, dp_acc):
-                issue(s_acc, dp_acc)
-                return [plgpu.wgmma_accumulator_load(acc, wait_n=None) for acc in (s_acc, dp_acc)]
-
-            def weigh(x):
+            def weigh(x, minus_lse):
                 keep = self.keep(refs, rows, place, w, n, tile) if masked else None
-                return self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
+                return self.weights(x, across(minus_lse, tile, 1), keep)
+
+            def minus_delta() -> jax.Array:
+                return across(load(scratch["delta_smem"].at[slot], COL), tile, 1)
 
             def finish(p, slope, dp) -> None:
                 p = lax.optimization_barrier(p.astype(self.dtype))  # rounds pairs, and not one by one
                 plgpu.wgmma(dv_acc, p, do_smem)
                 keep = self.keep(refs, rows, place, w, unknown(n), tile) if masked else None
-                send(self.logits_gradient(p.astype(jnp.float32), dp(1), delta(), slope, keep, None))
-
-            def delta() -> jax.Array:
-                return across(load(scratch["delta_smem"].at[slot], COL), tile, 1)
-
-            def send(ds) -> None:
+                ds = self.logits_gradient(p.astype(jnp.float32), dp(1), minus_delta(), slope, keep, None)
                 if self.dims.S % self.rows:  # keys beyond the last are zeros, but their weights may be infinite
                     row = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=WGMMA)
                     ds = jnp.where(row < self.dims.S - start, ds, jnp.zeros_like(ds))
@@ -239,18 +233,7 @@ class _Fused(QueryLoop):
                 self._send(refs, scratch, dq_ref, dq, place, n - 1, w, n > lo, scrub)
 
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
-            if self.overlaps:
-                self.beside(tile, delta(), issue, weigh, finish)
-            else:
-                x, dp = pl.run_scoped(products, *[plgpu.ACC(tile, jnp.float32)] * 2)
-                keep = self.keep(refs, rows, place, w, n, tile) if masked else None
-                x = _wait(x, 1)
-                p, slope = self.weights(x, self.log_sums(scratch, slot, tile, masked, scrub), keep)
-                p = p.astype(self.dtype)
-                plgpu.wgmma(dv_acc, p, do_smem)  # also keeps the compiler from computing the weights after the wait
-                minus = delta()
-                send(logits_gradient(p.astype(jnp.float32), _wait(dp, 1), minus, slope, keep).astype(self.dtype))
-                plgpu.wgmma_wait(0)
+            self.beside(tile, minus_delta(), issue, weigh, finish)
             plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 

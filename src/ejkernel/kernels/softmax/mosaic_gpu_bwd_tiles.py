@@ -14,7 +14,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, re
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     Kernel,
-    across,
     copy_parts,
     load,
     masked_block,
@@ -31,7 +30,7 @@ class Gradient(Kernel):
     @property
     def overlaps(self) -> bool:
         """Whether steps are those of `beside`: in JAX 0.10 a product there cannot add to what a loop sums up."""
-        return self.config.overlap and jax.__version_info__ >= (0, 11)
+        return jax.__version_info__ >= (0, 11)
 
     def own(self, w: Any) -> Any:
         """The warpgroup's number, for addresses inside a loop; at D64 registers hold them all, which is faster."""
@@ -39,11 +38,11 @@ class Gradient(Kernel):
         return unknown(w) if D == 128 or (D > 128 and self.overlaps) else w
 
     def weights(
-        self, logits: jax.Array, lse: jax.Array, keep: Any, bias: jax.Array | None = None
+        self, logits: jax.Array, minus_lse: jax.Array, keep: Any, bias: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Softmax weights of a tile of q.k, and the soft cap's slope."""
         x, factor, t = self.logits.base2(logits, bias)
-        p = jnp.exp2(self.capped(x * factor - lse))
+        p = jnp.exp2(self.capped(x * factor + minus_lse))
         if keep is not None:
             p = jnp.where(keep, p, 0.0)
         return p, None if t is None else 1.0 - t * t
@@ -55,42 +54,45 @@ class Gradient(Kernel):
     def beside(
         self,
         shape: tuple[int, int],
-        delta: jax.Array,
-        issue: Callable[[Any, Any], None],
-        weigh: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
+        minus_delta: jax.Array,
+        issue: Callable[[Any, Any], jax.Array],
+        weigh: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
         finish: Callable[[jax.Array, jax.Array | None, Callable[[int], jax.Array]], None],
     ) -> None:
         """A step whose weights are computed while the product for dp runs; all its products are done at its end.
 
         Args:
-            delta: spread over the tile. The accumulator of dp begins with its negative, unless pairs are dropped.
-            issue: (logits, dp) starts both products.
-            weigh: the weights of logits, and the soft cap's slope.
+            minus_delta: spread over the tile. The accumulator of dp begins with it, unless pairs are dropped.
+            issue: (logits, dp) starts both products, and has minus the log-sum-exps: while products read shared memory,
+                anything else takes long to come from it.
+            weigh: (logits, those) to the weights, and the soft cap's slope.
             finish: (weights, slope, dp) does the rest; dp(n) is had when at most n later products are not done.
         """
 
         def body(dp_acc: Any) -> None:
-            def logits(s_acc: Any) -> jax.Array:
-                issue(s_acc, dp_acc)
-                return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            def logits(s_acc: Any) -> tuple[jax.Array, jax.Array]:
+                minus_lse = issue(s_acc, dp_acc)
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=1), minus_lse
 
-            x = lax.optimization_barrier(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
-            finish(*weigh(x), lambda n: lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc, wait_n=n)))
+            x, minus_lse = lax.optimization_barrier(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
+            finish(
+                *weigh(x, minus_lse), lambda n: lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc, wait_n=n))
+            )
 
-        start: Any = plgpu.ACC.init(zeros(shape) if self.dropout else -delta)
+        start: Any = plgpu.ACC.init(zeros(shape) if self.dropout else minus_delta)
         pl.run_state(body)(start)
 
     def logits_gradient(
-        self, p: jax.Array, dp: jax.Array, delta: jax.Array, slope: jax.Array | None, keep: Any, stays: Any
+        self, p: jax.Array, dp: jax.Array, minus_delta: jax.Array, slope: jax.Array | None, keep: Any, stays: Any
     ) -> jax.Array:
         """ds in 16 bits, of the dp that `beside` has."""
-        left = delta if self.dropout else None
+        left = minus_delta if self.dropout else None
         return logits_gradient(p, self.kept(dp, stays), left, slope, keep).astype(self.dtype)
 
 
-def logits_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array | None, slope: Any, keep: Any) -> jax.Array:
-    """ds; without a delta, dp is less it already."""
-    ds = p * (dp if delta is None else dp - delta)
+def logits_gradient(p: jax.Array, dp: jax.Array, minus_delta: jax.Array | None, slope: Any, keep: Any) -> jax.Array:
+    """ds; without minus_delta, it is in dp already."""
+    ds = p * (dp if minus_delta is None else dp + minus_delta)
     if slope is not None:
         ds *= slope
     return ds if keep is None else jnp.where(keep, ds, 0.0)  # 0 * (what a masked value holds) may be nan
@@ -102,7 +104,7 @@ class QueryLoop(Gradient):
     def ring_scratch(self, keys: tuple[int, ...], own_flags: int = 0) -> dict[str, Any]:
         """Shared memory of keys, of a ring of query blocks, and of flags: `own_flags` beside those of the ring."""
         c, D = self.config, self.dims.D
-        return retry_scratch(self.masks, 2 * c.dkv_stages + own_flags, c.dkv_block_q, self.parts) | {
+        return retry_scratch(self.masks.mixed, 2 * c.dkv_stages + own_flags, c.dkv_block_q, self.parts) | {
             "k_smem": tile_ref((*keys, D), self.dtype),
             "v_smem": tile_ref((*keys, D), self.dtype),
             "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
@@ -153,13 +155,13 @@ class QueryLoop(Gradient):
 
         copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
 
-    def log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
-        """The base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
-        lse = load(scratch["lse_smem"].at[slot], COL)
+    def minus_log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
+        """Minus the base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
+        minus_lse = load(scratch["lse_smem"].at[slot], COL)
         if masked and self.masks.mixed:
             for flag in (slot, self.config.dkv_stages + slot):
-                lse += flags(scratch, flag, shape[1], scrub)
-        return across(lse, shape, 1)
+                minus_lse += flags(scratch, flag, shape[1], scrub)
+        return minus_lse
 
     def loop(self, refs, b, h_kv, i, steps: Any, step: Callable[..., Any]) -> Any:
         """Steps after all query blocks of all heads; `step` makes the step of a (batch, head, tile)."""

@@ -1,7 +1,8 @@
 """The forward kernel of Mosaic GPU: output and log-sum-exp of 128 queries a tile; see mosaic_gpu for its budgets."""
 
+import operator
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.softmax.mosaic_gpu_ptx import rescaled, row_max, scaled, settle
 from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
@@ -22,7 +24,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     masked_block,
     padded_to_8,
     results_apart,
-    settle,
     tile_ref,
     unknown,
     zeros,
@@ -35,6 +36,10 @@ from ejkernel.ops.operation import Arrays
 LN_2 = 0.6931471805599453
 # The running maximum starts here, not at -inf: a masked logit (-inf) minus it is -inf, never inf - inf.
 FLOOR = -3e38
+# Sums of weights are kept by column modulo this: those of one thread, which meet others' at the end of a tile only.
+COLUMNS = 8
+# By how much (base 2) logits may pass the running maximum before sums are scaled to a new one: weights are up to 2^8.
+SLACK = 8.0
 
 
 def forward(call: Call, config: Any) -> Arrays:
@@ -43,7 +48,7 @@ def forward(call: Call, config: Any) -> Arrays:
     dims = dimensions(call)
     rows = 64 * config.warpgroups
     T_padded = -(-dims.T // rows) * rows
-    kernel = (_Overlapping if config.overlap else _Alternating).of(call, config, "q", rows, config.block_k)
+    kernel = _Forward.of(call, config, "q", rows, config.block_k)
     operands = kernel.operands(call)
     if "sinks" in call:
         operands["sinks"] = call["sinks"]
@@ -63,11 +68,33 @@ def forward(call: Call, config: Any) -> Arrays:
 
 
 class _Forward(Kernel):
-    """Output and log-sum-exp of a tile, 64 queries a compute warpgroup."""
+    """Output and log-sum-exp of a tile, 64 queries a compute warpgroup.
+
+    A warpgroup does the softmax of a block while it multiplies the previous one's weights with their values: a step
+    issues the logits of block i and the values of block i - 1, and both are done at its end.
+    """
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether the first block's maxima serve for all blocks, in a first attempt.
+
+        A weight is then too large for its numbers only if a logit passes those maxima by 127 (base 2): the result is
+        nan, and the tile computed again with maxima as they should be. Every row must see something of its first
+        block, or nothing at all.
+        """
+        m = self.masks
+        hidden = m.lower or m.segments or m.positions or m.halves or m.dense != ""
+        return not hidden and self.bias_extent == "" and bool(self.dtype == jnp.bfloat16)
+
+    @property
+    def turns(self) -> bool:
+        """Whether warpgroups take turns to issue products, which pays where these are most of a step."""
+        return self.dims.D > 128
 
     def scratch(self) -> dict[str, Any]:
-        c, D, groups = self.config, self.dims.D, self.groups
-        scratch = retry_scratch(self.masks, c.stages, c.block_k, self.parts, groups) | {
+        c, D, groups, mixed = self.config, self.dims.D, self.groups, self.masks.mixed
+        marks = c.stages if mixed else 0
+        scratch = retry_scratch(mixed or self.hopeful, marks, c.block_k, self.parts, groups) | {
             "q_smem": tile_ref((groups, 64, D), self.dtype),
             "k_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
             "v_smem": tile_ref((c.stages, c.block_k, D), self.dtype),
@@ -77,8 +104,9 @@ class _Forward(Kernel):
             "v_ready": plgpu.Barrier(num_arrivals=self.parts, num_barriers=c.stages),
             "k_free": plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages),
             "v_free": plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages),
-            "turn": self._turns(),
         }
+        if self.turns:
+            scratch["turn"] = plgpu.Barrier(num_barriers=groups)
         scratch |= self.bias_scratch(c.stages)
         return scratch | ({"out_smem": tile_ref((groups, 64, D), self.dtype)} if results_apart(D) else {})
 
@@ -89,14 +117,6 @@ class _Forward(Kernel):
         pl.when(w < self.groups)(lambda: act("compute", scratch, compute, registers))
         copy = partial(self._copy, k_ref, v_ref, refs, scratch)
         pl.when(w == self.groups)(lambda: act("copy", scratch, copy, registers))
-
-    def _turns(self) -> Any:
-        """The barrier by which compute warpgroups take turns at the tensor cores."""
-        raise NotImplementedError
-
-    def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sums of weighted values, maxima (base 2) and sums of weights of 64 queries over all blocks of a row."""
-        raise NotImplementedError
 
     def _copy(self, k_ref, v_ref, refs, scratch, scrub) -> None:
         block_k, stages = self.config.block_k, self.config.stages
@@ -122,7 +142,8 @@ class _Forward(Kernel):
 
             return lax.fori_loop(row[0], row[3], block, blocks)
 
-        copy_tiles(self.walk, scratch, scrub, {"k_free": 1, "v_free": 1}, feed, self.groups)
+        rings = {"k_free": 1, "v_free": 1}
+        copy_tiles(self.walk, scratch, scrub, rings, feed, self.groups, scrubs=self.masks.mixed)
 
     def _compute(self, q_ref, refs, out_ref, lse_ref, scratch, w, scrub) -> None:
         apart = results_apart(self.dims.D)
@@ -141,8 +162,11 @@ class _Forward(Kernel):
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["q_ready"].at[w])
             acc, m, l = self._visit(refs, scratch, w, n, rows, (b, h, i), row, blocks, scrub)
+            l = l.sum(axis=1)
             empty = l == 0.0
-            acc *= across(jnp.where(empty, 0.0, 1.0 / (l * (1.0 - self.dropout))), acc.shape, 0)
+            # sums beyond all numbers are no result, and call for another attempt
+            total = jnp.where(l == jnp.inf, jnp.nan, l * (1.0 - self.dropout))
+            acc *= across(jnp.where(empty, 0.0, 1.0 / total), acc.shape, 0)
             lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
             own = pl.ds(start, 64)
             return blocks + (hi - lo), [
@@ -153,116 +177,27 @@ class _Forward(Kernel):
         compute_tiles(self.walk, scratch, w, scrub, fetch_queries, work, apart=apart)
 
     def _start(self, refs, b, h) -> tuple[jax.Array, jax.Array]:
-        """Running maximum (base 2) and sum: a head's sinks count once, here."""
+        """Running maximum (base 2) and sums of weights: a head's sinks count once, here."""
         m = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROW)
         if "sinks" not in refs:
-            return m, zeros((64,), ROW)
+            return m, zeros((64, COLUMNS))
         sink = refs["sinks"][batch_index(refs["sinks"], b), h] * LOG2_E
         m = jnp.maximum(m, sink)
-        return m, jnp.exp2(sink - m)
+        return m, across(jnp.exp2(sink - m) * (1.0 / COLUMNS), (64, COLUMNS), 0)
 
-    def _weights(self, x, bias, keep, m) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Weights of a block, the new maxima, and what the old ones' sums are worth beside them."""
-        x, factor, _ = self.logits.base2(x, bias)
-        if keep is not None:
-            x = jnp.where(keep, x, -jnp.inf)
-        top = jnp.maximum(m, x.max(axis=1) * factor)
-        return jnp.exp2(self.capped(x * factor - across(top, x.shape, 0))), top, jnp.exp2(m - top)
-
-
-class _Alternating(_Forward):
-    """Two warpgroups half a block apart: one does its softmax while the other multiplies."""
-
-    def _turns(self) -> Any:
-        return plgpu.Barrier(num_arrivals=2)
+    def _maxima(self, x, factor, m) -> tuple[jax.Array, jax.Array]:
+        """New maxima of logits x * factor and of all before them, and what sums beside the old ones are worth."""
+        top = row_max(_by_columns(jnp.maximum, x)) * factor
+        slack = 0.0 if self.bias_extent else SLACK  # what `capped` is for leaves none
+        top = jnp.where(top - m <= slack, m, top)  # a nan stays one
+        return top, jnp.exp2(m - top)
 
     def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
-        (b, h, _), (lo, _, _, hi) = place, row
-
-        def meet() -> None:
-            plgpu.barrier_arrive(scratch["turn"])
-            plgpu.barrier_wait(scratch["turn"])
-
-        step = self._step(refs, scratch, w, rows, place, blocks - lo, hi, scrub)
-        first = lax.rem(blocks, jnp.int32(self.config.stages))
-        pl.when(hi > lo)(lambda: plgpu.barrier_wait(scratch["k_ready"].at[first]))
-        # one warpgroup sits out the first half block: from there on they alternate
-        pl.when(jnp.logical_and(w == 1, n == 0))(meet)
-        sums = self.runs.loop(row, step, (zeros((64, self.dims.D)), *self._start(refs, b, h)))
-        pl.when(jnp.logical_and(w == 0, n == self.walk.count() - 1))(meet)
-        return sums
-
-    def _step(self, refs, scratch, w, rows, place, before, hi, scrub) -> Callable[..., Any]:
-        c, D = self.config, self.dims.D
-        shape = (64, c.block_k)
-        q, turn = scratch["q_smem"].at[w], scratch["turn"]
-        bias_of = self.bias(refs, scratch, rows, place, w)
-
-        def step(i, carry, *, masked: bool):
-            acc, m, l = carry
-            slot = lax.rem(i + before, jnp.int32(c.stages))
-
-            def qk(s_ref):
-                plgpu.wgmma(s_ref, q, scratch["k_smem"].at[slot].T)
-                plgpu.barrier_arrive(turn)
-                keep = self.keep(refs, rows, place, w, i, shape) if masked else None
-                return s_ref[...], keep
-
-            x, keep = pl.run_scoped(qk, plgpu.ACC(shape, jnp.float32))
-            bias = bias_of(slot, i)
-            plgpu.barrier_arrive(scratch["k_free"].at[slot])
-            plgpu.barrier_wait(turn)  # the other warpgroup has its logits or is done: now it may multiply
-
-            p, top, decay = self._weights(x, bias, keep, m)
-            acc *= across(decay, acc.shape, 0)
-            l *= decay
-            mixed = masked and self.masks.mixed
-            stays = self.stays(refs, rows, place, i, shape)
-            weights = p if stays is None else jnp.where(stays, p, 0.0)
-            if mixed and keep is not None:
-                pl.when(scrub)(partial(plgpu.barrier_wait, scratch["v_ready"].at[slot]))
-                weights = jnp.where(keep, weights + across(flags(scratch, slot, c.block_k, scrub), shape, 1), 0.0)
-            p16 = weights.astype(self.dtype)
-            if D <= 128:  # registers allow the row sums before the turn changes; at 256 they would spill
-                l += p.sum(axis=1)
-                acc, l, top, p16 = lax.optimization_barrier((acc, l, top, p16))
-            plgpu.barrier_arrive(turn)
-            ready = partial(plgpu.barrier_wait, scratch["v_ready"].at[slot])
-            pl.when(jnp.logical_not(scrub))(ready) if mixed else ready()
-            plgpu.barrier_wait(turn)
-            if D > 128:
-                l += p.sum(axis=1)
-
-            def pv(acc_ref):
-                plgpu.wgmma(acc_ref, p16, scratch["v_smem"].at[slot])
-                following = lax.rem(i + 1 + before, jnp.int32(c.stages))
-                pl.when(i + 1 < hi)(lambda: plgpu.barrier_wait(scratch["k_ready"].at[following]))
-
-            acc = pl.run_state(pv)(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(scratch["v_free"].at[slot])
-            return acc, top, l
-
-        return step
-
-
-class _Overlapping(_Forward):
-    """A warpgroup does the softmax of a block while it multiplies the previous one's weights with their values.
-
-    A step issues the logits of block i and the values of block i - 1; both are done at its end. Warpgroups take turns
-    to issue theirs, so that one's softmax meets the products of the others.
-    """
-
-    def _turns(self) -> Any:
-        return plgpu.Barrier(num_barriers=self.groups)
-
-    def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sums of weighted values, maxima (base 2) and sums of weights of 64 queries over all blocks of a row."""
         (b, h, _), (lo, full_lo, full_hi, hi) = place, row
         stages, shape = jnp.int32(self.config.stages), (64, self.block)
         q, mixed = scratch["q_smem"].at[w], self.masks.mixed
         bias_of = self.bias(refs, scratch, rows, place, w)
-        following = lax.rem(w + 1, jnp.int32(self.groups))
-        # the first warpgroup's first turn is the last one's to give, and the last one's last goes to nobody
-        pl.when(jnp.logical_and(w == self.groups - 1, n == 0))(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
 
         def slot_of(i):
             return lax.rem(i + (blocks - lo), stages)
@@ -277,20 +212,27 @@ class _Overlapping(_Forward):
             if not masked:
                 return weights
             keep = self.keep(refs, rows, place, w, unknown(i), shape)  # else the first mask would be kept until here
-            return jnp.where(keep, weights + across(flags(scratch, slot, self.block, scrub), shape, 1), 0.0)
+            scrubbed = masked_block(row, i)  # which a first block need not be
+            return jnp.where(keep, weights + across(flags(scratch, slot, self.block, scrubbed), shape, 1), 0.0)
 
-        def weigh(x, i, slot, m, l, masked: bool):
-            """Of block i, whose logits are done: new maxima and sums, weights, and what the old sums are worth."""
+        def weigh(x, i, slot, m, l, *, masked: bool, hopeful: bool):
+            """Of block i, whose logits are done: maxima and sums, weights, and what the old sums are worth."""
             keep = self.keep(refs, rows, place, w, i, shape) if masked else None
-            bias = bias_of(slot, i)
+            x, factor, _ = self.logits.base2(x, bias_of(slot, i))
             plgpu.barrier_arrive(scratch["k_free"].at[slot])
-            p, m, decay = self._weights(x, bias, keep, m)
-            l = l * decay + p.sum(axis=1)
+            if keep is not None:
+                x = jnp.where(keep, x, -jnp.inf)
+            if hopeful:
+                top, decay = lax.cond(scrub, lambda: self._maxima(x, factor, m), lambda: (m, zeros((64,), ROW) + 1.0))
+            else:
+                top, decay = self._maxima(x, factor, m)
+            p = jnp.exp2(self.capped(x * factor - across(top, shape, 0)))
+            l = l * across(decay, l.shape, 0) + _by_columns(operator.add, p)
             stays = self.stays(refs, rows, place, i, shape)
             weights = p if stays is None else jnp.where(stays, p, 0.0)
             if mixed:
                 weights = lax.cond(scrub, partial(marked, i, slot, masked), lambda weights: weights, weights)
-            return lax.optimization_barrier((m, l, weights, decay))
+            return lax.optimization_barrier((top, l, weights, decay))
 
         def first(i, carry):
             (acc, m, l, _), slot = carry, slot_of(i)
@@ -301,14 +243,15 @@ class _Overlapping(_Forward):
                 return x_acc[...]
 
             x = pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32))
-            m, l, p, _ = weigh(x, i, slot, m, l, self.runs.masked)
+            m, l, p, _ = weigh(x, i, slot, m, l, masked=self.runs.masked, hopeful=False)
             return acc, m, l, p.astype(self.dtype)
 
         def step(i, carry, *, masked: bool):
             acc, m, l, p = carry
             slot, before = slot_of(i), slot_of(i - 1)
             plgpu.barrier_wait(scratch["k_ready"].at[slot])
-            plgpu.barrier_wait(scratch["turn"].at[w])
+            if self.turns:
+                plgpu.barrier_wait(scratch["turn"].at[w])
 
             def products(state):
                 acc_ref, m_ref, l_ref, x_ref, decay_ref = state
@@ -317,19 +260,23 @@ class _Overlapping(_Forward):
                     plgpu.wgmma(x_acc, q, scratch["k_smem"].at[slot].T)
                     values_ready(before)
                     plgpu.wgmma(acc_ref, p, scratch["v_smem"].at[before])
-                    plgpu.barrier_arrive(scratch["turn"].at[following])
+                    if self.turns:
+                        plgpu.barrier_arrive(scratch["turn"].at[lax.rem(w + 1, jnp.int32(self.groups))])
                     return plgpu.wgmma_accumulator_load(x_acc, wait_n=1)
 
                 x = lax.optimization_barrier(pl.run_scoped(block, plgpu.ACC(shape, jnp.float32)))
-                m_ref[...], total, x_ref[...], decay_ref[...] = weigh(x, i, slot, m, l, masked)
-                settle(total, ROW)
+                m_ref[...], total, x_ref[...], decay_ref[...] = weigh(
+                    x, i, slot, m, l, masked=masked, hopeful=self.hopeful
+                )
+                settle(total, WGMMA)
                 l_ref[...] = total
 
             state: Any = plgpu.ACC.init(acc), m, l, zeros(shape), zeros((64,), ROW)
             acc, m, l, x, decay = pl.run_state(products)(state)
             plgpu.barrier_arrive(scratch["v_free"].at[before])
             # only now: registers of a product's operand must not change while it runs
-            return acc * across(decay, acc.shape, 0), m, l, x.astype(self.dtype)
+            acc = scaled(acc, decay, scrub) if self.hopeful else rescaled(acc, decay)
+            return acc, m, l, x.astype(self.dtype)
 
         def last(i, carry):
             (acc, m, l, p), slot = carry, slot_of(i)
@@ -342,10 +289,19 @@ class _Overlapping(_Forward):
         def once(i, body, carry):
             return body(i, carry) if self.runs.never_empty else lax.fori_loop(i, jnp.minimum(i + 1, hi), body, carry)
 
+        if self.turns:  # the first warpgroup's first turn is the last one's to give
+            start = jnp.logical_and(w == self.groups - 1, n == 0)
+            pl.when(start)(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
         nothing = plgpu.layout_cast(jnp.zeros(shape, self.dtype), WGMMA)
         carry = once(lo, first, (zeros((64, self.dims.D)), *self._start(refs, b, h), nothing))
         rest = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
         carry = self.runs.loop(rest, step, carry)
-        end = jnp.logical_and(w == 0, n == self.walk.count() - 1)
-        pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
+        if self.turns:  # and the last one's last goes to nobody
+            end = jnp.logical_and(w == 0, n == self.walk.count() - 1)
+            pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
         return once(lax.max(jnp.int32(hi - 1), jnp.int32(lo)), last, carry)[:3]
+
+
+def _by_columns(join: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """A tile's columns joined by their number modulo COLUMNS, which no other thread is needed for."""
+    return reduce(join, (x[:, n : n + COLUMNS] for n in range(0, x.shape[1], COLUMNS)))

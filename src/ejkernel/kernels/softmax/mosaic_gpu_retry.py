@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, Masks, copy_parts, load, zeros
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import COL, ROW, WGMMA, copy_parts, load, zeros
 
 
-def retry_scratch(masks: Masks, flags: int, columns: int, parts: int, groups: int = 2) -> dict[str, Any]:
-    """What `attempts` and scrubbing share: nothing where a tile holds only what all its rows may see.
+def retry_scratch(needed: bool, flags: int, columns: int, parts: int, groups: int = 2) -> dict[str, Any]:
+    """What `attempts` and scrubbing share.
 
     `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: whether
     there is any nan, the nans of the rows of each of up to three compute warpgroups, and the flags of scrubbed tiles.
     Tiles come in `parts`.
     """
-    if not masks.mixed:
+    if not needed:
         return {}
     return {
         "marks": plgpu.SMEM((4 + flags, max(64, columns)), jnp.bfloat16),

@@ -13,8 +13,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.softmax import schedule
@@ -638,32 +636,6 @@ def unknown(number: Any) -> Any:
     than its cache holds. JAX 0.10 has no barrier for a number.
     """
     return lax.optimization_barrier(number) if jax.__version_info__ >= (0, 11) else number
-
-
-def settle(x: jax.Array, layout: Any) -> None:
-    """Compute x (float32, never negative) before whatever comes next that has an effect, say a wait for a product.
-
-    ptxas keeps the order of effects, but puts off what only yields numbers. So their signs decide about an effect: an
-    event for profilers.
-    """
-
-    def decide(_: Any, array: Any) -> None:
-        numbers = [number for register in array.registers.flat for number in _numbers(register)]
-        either = " ".join(f"or.b32 signs, signs, ${n};" for n in range(1, len(numbers)))  # ptxas does two at a time
-        begin, end = ".reg .pred any; .reg .b32 signs; mov.b32 signs, $0;", "setp.lt.s32 any, signs, 0; @any pmevent 0;"
-        constraints = ",".join("f" * len(numbers))
-        asm = f"{{ {begin} {either} {end} }}"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), numbers, asm, constraints, has_side_effects=True)
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(layout,))
-    inline(decide)(x)
-
-
-def _numbers(register: Any) -> list[Any]:
-    """The numbers of a register of Mosaic's, which may be a vector of them."""
-    if not isinstance(register.type, ir.VectorType):
-        return [register]
-    return [vector.extract(register, dynamic_position=[], static_position=[n]) for n in range(register.type.shape[0])]
 
 
 def zeros(shape: tuple[int, ...], layout: Any = WGMMA) -> jax.Array:

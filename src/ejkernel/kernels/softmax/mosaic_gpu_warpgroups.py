@@ -89,11 +89,13 @@ def copy_tiles(
     rings: dict[str, int],
     feed: Callable[[bool, Any, Any], Any],
     groups: int = 2,
+    *,
+    scrubs: bool = True,
 ) -> None:
     """The copying warpgroup's part: feed(careful, n, blocks so far) -> blocks so far fills the rings for the n-th tile.
 
     `rings` has the barriers of slots that became free, and how many slots a block takes. Careful copies, which scrub,
-    have a loop of their own: what they need would be spilled in every other one.
+    have a loop of their own: what they need would be spilled in every other one. Without `scrubs` none are.
     """
 
     def run(careful: bool) -> None:
@@ -101,7 +103,7 @@ def copy_tiles(
         for free, each in rings.items():
             drain(scratch[free], blocks * each)
 
-    if scrub is False:
+    if scrub is False or not scrubs:
         run(False)
     else:
         pl.when(jnp.logical_not(scrub))(partial(run, False))
