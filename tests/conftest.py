@@ -27,6 +27,8 @@ if version("jaxlib") < "0.11":  # JAX 0.11 has no other emitters, and ends on an
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "tpu_aot: compiles for TPUs with libtpu, on any x86-64 machine")
     config.addinivalue_line("markers", "tpu_aot_more: the same for further generations, with `make tpu-aot`")
@@ -104,6 +106,17 @@ def pytest_runtest_teardown(item):
     if _ran % TESTS_PER_CLEARING == 0 and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+class _Failures:
+    """Names what failed at once: a run that is cut short has no summary."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.config.get_terminal_writer().line(f"\nFAILED {report.nodeid} ({report.when})")
 
 
 # seconds of one core that the tests of a folder may take in all, beside another worker: two cores do it in 31 minutes
