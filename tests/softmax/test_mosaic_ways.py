@@ -1,5 +1,6 @@
 """Mosaic GPU's kernels as no default has them, against the reference."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from harness.softmax import CASES, Case, call_case, definition
 from tolerances import assert_close
 
 WAYS = {
-    "two": {"warpgroups": 2},
+    "three": {"warpgroups": 3},
     "lane": {"semantics": "lane", "bwd_semantics": "lane"},
     "warpgroup": {"semantics": "warpgroup"},
     "fused": {"fused": True, "dkv_stages": 2},
@@ -61,15 +62,33 @@ def test_case(case: Case, way):
     )
 
 
+def outgrown(growth: float, arrays):
+    """Keys whose logits pass those of the first by more than their exponentials can be."""
+    grown = jnp.where(jnp.arange(arrays["key"].shape[1]) < 400, 1, growth)
+    return arrays | {"key": arrays["key"] * grown.astype(jnp.bfloat16)[:, None, None]}
+
+
+def one_beyond(excess: float, arrays):
+    """One key whose logit is so much (base 2), all others' 0: sums close to the largest float32, and beyond."""
+    D = arrays["query"].shape[3]
+    first = jnp.arange(D) == 0
+    query = jnp.where(first, D**0.5, jnp.zeros_like(arrays["query"]))
+    own = (jnp.arange(arrays["key"].shape[1]) == 500)[:, None, None] & first
+    key = jnp.where(own, excess * math.log(2.0), jnp.zeros_like(arrays["key"]))
+    return arrays | {"query": query.astype(jnp.bfloat16), "key": key.astype(jnp.bfloat16)}
+
+
+BEYOND = {f"grown-{growth}": partial(outgrown, growth) for growth in (12.0, 40.0, 1e4)}
+BEYOND |= {f"one-{excess}": partial(one_beyond, excess) for excess in (126.5, 127.5, 140.0)}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("growth", [12, 40, 1e4])
+@pytest.mark.parametrize("how", BEYOND)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_logits_that_outgrow_their_first_block(D, causal, growth):
-    """Rows whose logits pass those of their first keys by 50, by 150, of which exp is no float32, and by far."""
-    case = Case("outgrown", B=1, T=700, D=D, dtype="bfloat16", options={"causal": causal})
-    arrays = case.arrays()
-    arrays["key"] *= jnp.where(jnp.arange(case.T) < 400, 1, growth).astype(jnp.bfloat16)[:, None, None]
+def test_logits_far_beyond_those_of_the_first_block(D, causal, how):
+    case = Case("beyond", B=1, T=700, D=D, dtype="bfloat16", options={"causal": causal})
+    arrays = BEYOND[how](case.arrays())
     platform = next(p for p in PLATFORMS if (p.name, p.device) == ("pallas", "gpu"))
     naive, exact = (definition(case, arrays, dtype) for dtype in (jnp.bfloat16, jnp.float32))
     assert_close(call_case(case, platform, arrays), exact, naive, "output")

@@ -27,7 +27,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_bwd import BIAS_TILES
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_fused import BLOCKS
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import Extent, copied_bias, results_apart
-from ejkernel.kernels.softmax.spec import Band, dimensions
+from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import PLATFORMS, Call, Implementation
 from ejkernel.ops.operation import Arrays
 from ejkernel.ops.settings import is_deterministic
@@ -38,8 +38,11 @@ SMEM_BYTES = 232448
 CAN_ADD = jax.__version_info__ >= (0, 11)
 # a core's tiles: at 31 an order saved 5 to 7% of a forward on documents; fewer were not measured, and it takes a sort
 _TILES_WORTH_ORDER = 16
-# with a causal mask at head dim 64: one kernel took 12% less time at T8192, and 6% more at T2048
-_LENGTH_WORTH_FUSING = 4096
+# by head dim and whether a causal mask is there, from which T on one backward kernel was faster than two
+_LENGTHS_WORTH_FUSING = {(64, False): 2048, (64, True): 4096, (128, False): 4096}
+# how many more rows tiles of 192 may have than tiles of 128, without and with a causal mask: three warpgroups take 21%
+# and 4% less time than two
+_ROWS_WORTH_THREE = {False: 1.2, True: 1.04}
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
             for n, b in blocks.items()
             if b != 64
         ]
-    if 3 * config.block_k // 4 + D // 2 > 192:
+    if 3 * config.block_k // 4 + D // 2 > (128 if config.warpgroups == 3 else 192):
         reasons.append(f"block_k={config.block_k} leaves no registers at head dim {D}")
     if config.warpgroups == 3 and D > 64:
         reasons.append(f"warpgroups=3 leaves no registers for head dim {D}: 64 at most")
@@ -210,17 +213,28 @@ def _unsupported_fused(call: Call, config: Config) -> list[str]:
     return [reason for reason, holds in limits.items() if holds]
 
 
-def _fused_is_faster(call: Call) -> bool:
-    """Whether one kernel was measured to be faster than two: as many key heads, whole tiles, and no mask.
+def _only_causal(call: Call) -> bool | None:
+    """Whether a causal mask hides something, where nothing else does; None where something else does."""
+    spec = call.spec
+    masks = any(name in call for name in ("q_segments", "q_positions", "pattern", "mask")) or spec.chunk is not None
+    return None if masks or spec.band.lo is not None else spec.band.hi is not None
 
-    At head dim 64 it is so with a causal mask too, over many blocks.
-    """
-    dims, spec, D = dimensions(call), call.spec, width(call)
-    if any(name in call for name in ("q_segments", "q_positions", "pattern", "mask", "bias")) or spec.chunk is not None:
-        return False
-    long = D == 64 and spec.band.lo is None and dims.T >= _LENGTH_WORTH_FUSING
+
+def _fused_is_faster(call: Call) -> bool:
+    """Whether one kernel was measured to be faster than two: long rows, as many key heads, whole tiles."""
+    dims, causal = dimensions(call), _only_causal(call)
+    least = None if causal is None else _LENGTHS_WORTH_FUSING.get((width(call), causal))
     whole = dims.Hkv == dims.H and dims.T % 128 == 0 and dims.S % 128 == 0
-    return D in BLOCKS and whole and (spec.band == Band() or long) and CAN_ADD and not spec.dropout
+    return least is not None and least <= dims.T and whole and CAN_ADD and "bias" not in call and not call.spec.dropout
+
+
+def _three_are_faster(call: Call) -> bool:
+    """Whether three warpgroups do head dim 64 faster than two, which compute fewer rows beyond the last query."""
+    T, causal = dimensions(call).T, _only_causal(call)
+    if causal is None or "bias" in call:
+        return False
+    rows = {size: -(-T // size) * size for size in (128, 192)}
+    return rows[192] <= _ROWS_WORTH_THREE[causal] * rows[128]
 
 
 def _order_is_faster(call: Call) -> bool:
@@ -243,7 +257,7 @@ def default_config(call: Call) -> Config:
     if D <= 64 and bias == "tile" and listed:
         return Config(64, stages=2, dq_block_k=64, dq_slots=4, dkv_block_q=64, dkv_stages=3)
     if D <= 64:
-        groups = 2 if listed or "bias" in call else 3
+        groups = 3 if _three_are_faster(call) else 2
         config = Config(128, warpgroups=groups, dq_block_k=128, dq_slots=4, dkv_stages=3, ordered=ordered)
         return _fused(config, D) if fused else config
     if 64 < D <= 128 and bias == "tile":  # whose tiles leave less room for others
@@ -266,7 +280,8 @@ def search_space(call: Call) -> list[Config]:
     """Configs worth timing that fit in shared memory and in the forward's registers."""
     base, D = default_config(call), width(call)
     others = [replace(base, warpgroups=5 - base.warpgroups)]
-    others.append(replace(base, fused=False, dkv_block_q=64) if base.fused else _fused(base, D))
+    two = replace(base, fused=False, dkv_block_q=64, dkv_stages=3 if D <= 64 else 2)
+    others.append(two if base.fused else _fused(base, D))
     found = [base, *(config for config in others if not unsupported_config(call, config))]
     if any(name in call for name in ("q_segments", "q_positions", "pattern")):
         found.append(replace(base, ordered=not base.ordered))
@@ -285,7 +300,7 @@ def remark(call: Call, config: Config) -> str:
     if config.fused:
         return "its backward adds dq in any order: the same bits in every run are had with ejkernel.ops.deterministic()"
     if is_deterministic() and _fused_is_faster(call):
-        return "its backward is two kernels, for the same bits in every run; one kernel takes 10% less time"
+        return "its backward is two kernels, for the same bits in every run; one kernel takes up to a fifth less time"
     return ""
 
 

@@ -138,7 +138,9 @@ class _QueryGradient(Gradient):
             scratch["bias_free"] = plgpu.Barrier(num_arrivals=2, num_barriers=BIAS_TILES)
         return scratch | ({"dq_smem": tile_ref((2, 64, D), self.dtype)} if results_apart(D) else {})
 
-    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dq_ref, **scratch: Any) -> None:
+    def __call__(
+        self, q_ref, k_ref, v_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, dq_ref, **scratch: Any
+    ) -> None:
         w = lax.axis_index("warpgroup")
         apart = results_apart(self.dims.D)
 
@@ -152,7 +154,7 @@ class _QueryGradient(Gradient):
             b, h, i = self.place(refs, n)
             row = self.runs.row(refs, b, h, i)
             own = pl.ds(i * 128 + w * 64, 64)
-            added = load(lse_ref.at[b, h, own], ROW), load(delta_ref.at[b, h, own], ROW)
+            added = load(minus_lse_ref.at[b, h, own], ROW), load(minus_delta_ref.at[b, h, own], ROW)
             rows = self.masks.rows(refs, b, i * 128 + w * 64, 64)
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
@@ -273,7 +275,9 @@ class _KeyGradient(QueryLoop):
         own_ready = {"own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2)}
         return self.ring_scratch((2, 64)) | own_ready | (results if results_apart(self.dims.D) else {})
 
-    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **scratch: Any) -> None:
+    def __call__(
+        self, q_ref, k_ref, v_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, dk_ref, dv_ref, **scratch: Any
+    ) -> None:
         w = lax.axis_index("warpgroup")
         D, apart = self.dims.D, results_apart(self.dims.D)
 
@@ -307,7 +311,9 @@ class _KeyGradient(QueryLoop):
 
         pl.when(w < 2)(lambda: act("compute", scratch, compute))
         pl.when(w == 2)(
-            lambda: act("copy", scratch, partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
+            lambda: act(
+                "copy", scratch, partial(self.copy, q_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, scratch)
+            )
         )
 
     def _step(self, refs, scratch, dk_acc, dv_acc, w, rows, scrub, place) -> Callable[..., Any]:
@@ -331,7 +337,7 @@ class _KeyGradient(QueryLoop):
                 p, slope = self.weights(x, minus_lse, keep, bias_of(slot, n))
                 stays = self.stays(refs, rows, place, n, shape)
                 dp = self.kept(dp_acc[...], stays)
-                minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                minus_delta = across(load(scratch["minus_delta"].at[slot], COL), shape, 1)
                 ds = logits_gradient(p, dp, minus_delta, slope, keep)
                 return self.kept(p, stays).astype(self.dtype), ds.astype(self.dtype)
 
@@ -348,14 +354,14 @@ class _KeyGradient(QueryLoop):
                 stays = self.stays(refs, rows, place, n, shape)
                 plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), do_smem)
                 keep = self.keep(refs, rows, place, w, unknown(n), shape) if masked else None
-                minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                minus_delta = across(load(scratch["minus_delta"].at[slot], COL), shape, 1)
                 plgpu.wgmma(dk_acc, self.logits_gradient(p, dp(1), minus_delta, slope, keep, stays), q_smem)
 
             def add() -> None:
                 if self.overlaps:
                     plgpu.barrier_wait(scratch["q_ready"].at[slot])
                     plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                    minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                    minus_delta = across(load(scratch["minus_delta"].at[slot], COL), shape, 1)
                     self.beside(shape, minus_delta, issue, weigh, finish)
                     return
                 p, ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
@@ -392,7 +398,9 @@ class _SplitKeyGradient(QueryLoop):
             "own_ready": plgpu.Barrier(num_barriers=2),
         }
 
-    def __call__(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, refs, dk_ref, dv_ref, **scratch: Any) -> None:
+    def __call__(
+        self, q_ref, k_ref, v_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, dk_ref, dv_ref, **scratch: Any
+    ) -> None:
         w = lax.axis_index("warpgroup")
 
         def compute(index, source, smem, target, step, factor, scrub) -> None:
@@ -423,7 +431,9 @@ class _SplitKeyGradient(QueryLoop):
         pl.when(w == 0)(lambda: act("compute", scratch, values))
         pl.when(w == 1)(lambda: act("compute", scratch, keys))
         pl.when(w == 2)(
-            lambda: act("copy", scratch, partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch))
+            lambda: act(
+                "copy", scratch, partial(self.copy, q_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, scratch)
+            )
         )
 
     def _value_step(self, refs, scratch, dv_acc, rows, scrub, place) -> Callable[..., Any]:
@@ -471,7 +481,7 @@ class _SplitKeyGradient(QueryLoop):
                 plgpu.barrier_wait(scratch["p_ready"].at[buffer])
                 p = load(scratch["p_smem"].at[buffer], WGMMA).astype(jnp.float32)
                 plgpu.barrier_arrive(scratch["p_free"].at[buffer])
-                minus_delta = across(load(scratch["delta_smem"].at[slot], COL), shape, 1)
+                minus_delta = across(load(scratch["minus_delta"].at[slot], COL), shape, 1)
                 dp = self.kept(dp_acc[...], self.stays(refs, rows, place, n, shape))
                 # a weight of 0 is a masked one: what its value holds does not count
                 return logits_gradient(p, dp, minus_delta, None, p != 0.0 if masked else None).astype(self.dtype)

@@ -89,12 +89,12 @@ class _Fused(QueryLoop):
         }
 
     def __call__(
-        self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref, refs, dk_ref, dv_ref, **scratch: Any
+        self, q_ref, k_ref, v_ref, do_ref, minus_lse_ref, minus_delta_ref, dq_ref, refs, dk_ref, dv_ref, **scratch: Any
     ) -> None:
         w = lax.axis_index("warpgroup")
         scratch["do_ready"] = scratch["q_ready"]  # a step waits once: every barrier costs a register
         compute = partial(self._compute, (k_ref, v_ref, dq_ref, dk_ref, dv_ref), refs, scratch, w)
-        copy = partial(self.copy, q_ref, do_ref, lse_ref, delta_ref, refs, scratch)
+        copy = partial(self.copy, q_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, scratch)
         pl.when(w < 2)(lambda: act("compute", scratch, compute, REGISTERS))
         pl.when(w == 2)(lambda: act("copy", scratch, copy, REGISTERS))
 
@@ -212,10 +212,10 @@ class _Fused(QueryLoop):
                 return self.weights(x, across(minus_lse, tile, 1), keep)
 
             def minus_delta() -> jax.Array:
-                return across(load(scratch["delta_smem"].at[slot], COL), tile, 1)
+                return across(load(scratch["minus_delta"].at[slot], COL), tile, 1)
 
             def finish(p, slope, dp) -> None:
-                p = lax.optimization_barrier(p.astype(self.dtype))  # rounds pairs, and not one by one
+                p = lax.optimization_barrier(p.astype(self.dtype))  # rounds pairs, where there is no mask
                 plgpu.wgmma(dv_acc, p, do_smem)
                 keep = self.keep(refs, rows, place, w, unknown(n), tile) if masked else None
                 ds = self.logits_gradient(p.astype(jnp.float32), dp(1), minus_delta(), slope, keep, None)

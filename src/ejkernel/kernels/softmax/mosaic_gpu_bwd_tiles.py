@@ -109,8 +109,8 @@ class QueryLoop(Gradient):
             "v_smem": tile_ref((*keys, D), self.dtype),
             "q_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
             "do_smem": tile_ref((c.dkv_stages, c.dkv_block_q, D), self.dtype),
-            "lse_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
-            "delta_smem": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
+            "minus_lse": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
+            "minus_delta": plgpu.SMEM((c.dkv_stages, c.dkv_block_q), jnp.float32),
             "q_ready": plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=c.dkv_stages),
             "do_ready": plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=c.dkv_stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=c.dkv_stages),
@@ -127,7 +127,7 @@ class QueryLoop(Gradient):
 
         return lax.fori_loop(0, G, one, steps) if G > 1 else one(0, steps)
 
-    def copy(self, q_ref, do_ref, lse_ref, delta_ref, refs, scratch, scrub) -> None:
+    def copy(self, q_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, scratch, scrub) -> None:
         block, stages = self.config.dkv_block_q, self.config.dkv_stages
 
         def visit(b, i, careful, h, row, steps):
@@ -136,9 +136,11 @@ class QueryLoop(Gradient):
                 spans = self.spans(refs, (b, h, i), n)
                 pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
                 self.fetch_bias(refs, scratch, slot, (b, h, i), spans)
-                for n_flag, (name, tile, statistic) in enumerate((("q", q_ref, lse_ref), ("do", do_ref, delta_ref))):
+                for n_flag, (name, tile, statistic) in enumerate(
+                    (("q", q_ref, minus_lse_ref), ("do", do_ref, minus_delta_ref))
+                ):
                     ready = scratch[f"{name}_ready"].at[slot]
-                    smem = scratch["lse_smem" if name == "q" else "delta_smem"]
+                    smem = scratch["minus_lse" if name == "q" else "minus_delta"]
                     copy_parts([statistic.at[b, h, rows] for rows in spans], smem.at[slot], ready)
                     how = ()
                     if careful:
@@ -157,7 +159,7 @@ class QueryLoop(Gradient):
 
     def minus_log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
         """Minus the base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
-        minus_lse = load(scratch["lse_smem"].at[slot], COL)
+        minus_lse = load(scratch["minus_lse"].at[slot], COL)
         if masked and self.masks.mixed:
             for flag in (slot, self.config.dkv_stages + slot):
                 minus_lse += flags(scratch, flag, shape[1], scrub)

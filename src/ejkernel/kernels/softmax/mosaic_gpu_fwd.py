@@ -1,4 +1,4 @@
-"""The forward kernel of Mosaic GPU: output and log-sum-exp of 128 queries a tile; see mosaic_gpu for its budgets."""
+"""The forward kernel of Mosaic GPU: output and log-sum-exp, 64 queries a warpgroup; see mosaic_gpu for its budgets."""
 
 import operator
 from collections.abc import Callable
@@ -38,6 +38,8 @@ LN_2 = 0.6931471805599453
 FLOOR = -3e38
 # Sums of weights are kept by column modulo this: those of one thread, which meet others' at the end of a tile only.
 COLUMNS = 8
+# Sums beyond this are no result, and call for another attempt: their inverse may be too small for a number.
+MOST = 2.0**125
 # By how much (base 2) logits may pass the running maximum before sums are scaled to a new one: weights are up to 2^8.
 SLACK = 8.0
 
@@ -78,9 +80,9 @@ class _Forward(Kernel):
     def hopeful(self) -> bool:
         """Whether the first block's maxima serve for all blocks, in a first attempt.
 
-        A weight is then too large for its numbers only if a logit passes those maxima by 127 (base 2): the result is
-        nan, and the tile computed again with maxima as they should be. Every row must see something of its first
-        block, or nothing at all.
+        Weights are too large for their sums only if a logit passes those maxima by far (base 2: by 125, less the
+        logarithm of how many do and of their values): the result is then nan, and computed again with maxima as they
+        should be. Every row must see something of its first block, or nothing at all.
         """
         m = self.masks
         hidden = m.lower or m.segments or m.positions or m.halves or m.dense != ""
@@ -164,8 +166,7 @@ class _Forward(Kernel):
             acc, m, l = self._visit(refs, scratch, w, n, rows, (b, h, i), row, blocks, scrub)
             l = l.sum(axis=1)
             empty = l == 0.0
-            # sums beyond all numbers are no result, and call for another attempt
-            total = jnp.where(l == jnp.inf, jnp.nan, l * (1.0 - self.dropout))
+            total = jnp.where(l > MOST, jnp.nan, l * (1.0 - self.dropout))
             acc *= across(jnp.where(empty, 0.0, 1.0 / total), acc.shape, 0)
             lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
             own = pl.ds(start, 64)

@@ -1,4 +1,7 @@
-"""The second attempt of a Mosaic GPU kernel that left a nan: what a mask may hide is scrubbed before it is summed."""
+"""The second attempt of a Mosaic GPU kernel that left a nan.
+
+What a mask may hide is then scrubbed before it is summed, and a forward that did without maxima computes them.
+"""
 
 import operator
 from collections.abc import Callable
@@ -26,8 +29,7 @@ def retry_scratch(needed: bool, flags: int, columns: int, parts: int, groups: in
         "marks": plgpu.SMEM((4 + flags, max(64, columns)), jnp.bfloat16),
         "reported": plgpu.Barrier(num_arrivals=groups),
         "decided": plgpu.Barrier(),
-        "raw": plgpu.Barrier(num_arrivals=parts),
-    }
+    } | ({"raw": plgpu.Barrier(num_arrivals=parts)} if flags else {})
 
 
 def nans_of(scratch: dict[str, Any], w: Any) -> Any:
@@ -42,7 +44,7 @@ def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
     """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
 
     A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
-    tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All three
+    tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All
     warpgroups run this loop and read the same mark.
     """
     if "decided" not in scratch:

@@ -1,4 +1,4 @@
-"""What the three warpgroups of a Mosaic GPU kernel do: two compute tiles one after another, and one copies."""
+"""What the warpgroups of a Mosaic GPU kernel do: two or three compute tiles one after another, and one copies."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +19,10 @@ def act(
     attempt: Callable[[Any], Any],
     registers: tuple[int, int] = (232, 40),
 ) -> None:
-    """A warpgroup's part in a kernel: two compute, and one copies.
+    """A warpgroup's part in a kernel: two or three compute, and one copies.
 
-    They share the register file: a thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168. Scrubbing
-    spills with 40, and is rare.
+    They share the register file: a thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168; of four it
+    is 128, and 3 * 160 + 32 is 4 * 128. Scrubbing spills with 40, and is rare.
     """
     computing, copying = registers
     if role == "compute":
