@@ -26,6 +26,9 @@ if version("jaxlib") < "0.11":  # JAX 0.11 has no other emitters, and ends on an
     HOST_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 
+_FLAGS = pytest.StashKey[str]()
+
+
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
@@ -42,6 +45,7 @@ def pytest_configure(config):
         given = os.environ.get("XLA_FLAGS", "")
         missing = [flag for flag in HOST_FLAGS if flag.split("=")[0] not in given]
         os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    config.stash[_FLAGS] = os.environ.get("XLA_FLAGS", "")
     # tracing makes many objects that live long; Python's own thresholds have it look at all of them again and again
     gc.set_threshold(100_000, 50, 100)
     use_hypothesis_profile()
@@ -145,6 +149,12 @@ def pytest_terminal_summary(terminalreporter):
         spent = sum(seconds for name, seconds in files.items() if name.startswith(f"tests/{folder}/"))
         if spent:
             terminalreporter.write_line(f"{spent:7.0f} s  of {budget} s for tests/{folder} ({spent / budget:.0%})")
+
+
+@pytest.fixture(scope="session")
+def xla_flags(pytestconfig):
+    """XLA's flags of this suite, for processes of a test's own: `tpu_devices` takes them out of the environment."""
+    return pytestconfig.stash[_FLAGS]
 
 
 @pytest.fixture(scope="session")

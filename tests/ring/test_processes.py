@@ -60,9 +60,9 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_ring_over_processes(processes):
+def test_ring_over_processes(processes, xla_flags):
     """Forward and backward."""
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    flags = [flag for flag in xla_flags.split() if "device_count" not in flag]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     arguments = [sys.executable, "-c", PROGRAM, str(free_port()), str(processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
