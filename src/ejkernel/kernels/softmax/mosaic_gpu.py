@@ -1,6 +1,6 @@
 """Softmax attention on Hopper through Pallas Mosaic GPU: warp-specialised, pipelined wgmma.
 
-A tile is 128 query rows of one head (192 at head dim 64); a program computes one, or one after another. Compute
+A tile is 128 query rows of one head (at head dim 64 often 192); a program computes one, or one after another. Compute
 warpgroups hold 64 rows each; another one copies key and value blocks into a ring of `stages` shared-memory slots. In a
 step a warpgroup issues the logits of its next block together with this block's weighted values, and does the softmax of
 the former beside the latter. The block schedule gives each tile three runs of key blocks: masked, unmasked, masked.
