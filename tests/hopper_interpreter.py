@@ -140,7 +140,7 @@ def install() -> None:
 
 
 def both(case: Case, cfg: dict[str, Any], arrays: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
-    """Outputs, and gradients of queries, keys and values. Not compiled: the interpreter's effects are ordered."""
+    """Outputs, and gradients of queries, keys, values and one sink a head; not compiled: effects are ordered."""
     call = canonicalise(**arrays, **case.keywords()).on(Target("gpu", "nvidia_h200", "sm_90", cores=4))
     config = replace(mosaic_gpu.default_config(call), **cfg)
     if reasons := mosaic_gpu.unsupported_config(call, config):
@@ -148,7 +148,10 @@ def both(case: Case, cfg: dict[str, Any], arrays: Arrays, cotangents: Arrays) ->
     outputs, residuals = mosaic_gpu.forward(call, config)
     given = {name: cotangents[name].astype(outputs[name].dtype) for name in cotangents}
     gradients = mosaic_gpu.backward(call, residuals, given, config)
-    return {name: outputs[name] for name in cotangents}, {name: gradients[name] for name in ("query", "key", "value")}
+    found = {name: gradients[name] for name in ("query", "key", "value")}
+    if case.sinks == "H":
+        found["softmax_aux"] = gradients["sinks"][0].astype(arrays["softmax_aux"].dtype)
+    return {name: outputs[name] for name in cotangents}, found
 
 
 def compare(case: Case, cfg: dict[str, Any]) -> None:

@@ -164,10 +164,10 @@ class _Forward(Kernel):
             rows = self.masks.rows(refs, b, start, 64)
             plgpu.barrier_wait(scratch["q_ready"].at[w])
             acc, m, l = self._visit(refs, scratch, w, n, rows, (b, h, i), row, blocks, scrub)
-            l = l.sum(axis=1)
+            m, l, decay = self._with_sinks(refs, b, h, m, l.sum(axis=1))
             empty = l == 0.0
             total = jnp.where(l > MOST, jnp.nan, l * (1.0 - self.dropout))
-            acc *= across(jnp.where(empty, 0.0, 1.0 / total), acc.shape, 0)
+            acc *= across(jnp.where(empty, 0.0, decay / total), acc.shape, 0)
             lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
             own = pl.ds(start, 64)
             return blocks + (hi - lo), [
@@ -177,14 +177,17 @@ class _Forward(Kernel):
 
         compute_tiles(self.walk, scratch, w, scrub, fetch_queries, work, apart=apart)
 
-    def _start(self, refs, b, h) -> tuple[jax.Array, jax.Array]:
-        """Running maximum (base 2) and sums of weights: a head's sinks count once, here."""
-        m = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROW)
+    def _with_sinks(self, refs, b, h, m, l) -> tuple[jax.Array, jax.Array, jax.Array | float]:
+        """Maxima (base 2) and sums of weights with a head's sinks, and what sums beside the old maxima are worth.
+
+        Sinks come last: were they the first maximum, a row's largest weight would be rounded, which else is 1.
+        """
         if "sinks" not in refs:
-            return m, zeros((64, COLUMNS))
+            return m, l, 1.0
         sink = refs["sinks"][batch_index(refs["sinks"], b), h] * LOG2_E
-        m = jnp.maximum(m, sink)
-        return m, across(jnp.exp2(sink - m) * (1.0 / COLUMNS), (64, COLUMNS), 0)
+        top = jnp.maximum(m, sink)
+        decay = jnp.exp2(m - top)
+        return top, l * decay + jnp.exp2(sink - top), decay
 
     def _maxima(self, x, factor, m) -> tuple[jax.Array, jax.Array]:
         """New maxima of logits x * factor and of all before them, and what sums beside the old ones are worth."""
@@ -294,7 +297,8 @@ class _Forward(Kernel):
             start = jnp.logical_and(w == self.groups - 1, n == 0)
             pl.when(start)(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
         nothing = plgpu.layout_cast(jnp.zeros(shape, self.dtype), WGMMA)
-        carry = once(lo, first, (zeros((64, self.dims.D)), *self._start(refs, b, h), nothing))
+        maxima = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROW)
+        carry = once(lo, first, (zeros((64, self.dims.D)), maxima, zeros((64, COLUMNS)), nothing))
         rest = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
         carry = self.runs.loop(rest, step, carry)
         if self.turns:  # and the last one's last goes to nobody
