@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CALLS = callback.io_callback_impl  # which the harness replaces, for another interpreter
 
-from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_fwd
+from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd_fused, mosaic_gpu_fwd
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
 from harness.checks import Arrays, cotangents_for
@@ -136,6 +136,11 @@ def install() -> None:
     # what they have of PTX
     mosaic_gpu_fwd.row_max = lambda x: x.max(axis=1)
     mosaic_gpu_fwd.rescaled = lambda x, factors: x * factors[:, None]
+    mosaic_gpu_bwd_fused.widened = lambda x: x.astype(jnp.float32)
+    mosaic_gpu_bwd_fused.barriers = lambda number: plgpu.Barrier(num_arrivals=2, num_barriers=number)
+    mosaic_gpu_bwd_fused.start = lambda ref, warpgroups, *, again: None
+    mosaic_gpu_bwd_fused.arrive = lambda ref, n: plgpu.barrier_arrive(ref.at[n])
+    mosaic_gpu_bwd_fused.wait = lambda ref, n, parity: plgpu.barrier_wait(ref.at[n])
     plgpu.kernel = partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore"))
 
 

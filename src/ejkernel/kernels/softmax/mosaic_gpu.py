@@ -39,7 +39,7 @@ CAN_ADD = jax.__version_info__ >= (0, 11)
 # a core's tiles: at 31 an order saved 5 to 7% of a forward on documents; fewer were not measured, and it takes a sort
 _TILES_WORTH_ORDER = 16
 # by head dim and whether a causal mask is there, from which T on one backward kernel was faster than two
-_LENGTHS_WORTH_FUSING = {(64, False): 2048, (64, True): 4096, (128, False): 4096}
+_LENGTHS_WORTH_FUSING = {(64, False): 2048, (64, True): 4096, (128, False): 2048, (128, True): 4096}
 # how many more rows tiles of 192 may have than tiles of 128, without and with a causal mask: three warpgroups take 17%
 # and 4% less time than two
 _ROWS_WORTH_THREE = {False: 1.2, True: 1.04}

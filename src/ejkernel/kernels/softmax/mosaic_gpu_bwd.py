@@ -36,7 +36,7 @@ from ejkernel.kernels.softmax.gradients import output_cotangent, sink_gradient
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_fused import fused_gradients
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_tiles import Gradient, QueryLoop, logits_gradient
 from ejkernel.kernels.softmax.mosaic_gpu_ptx import settle
-from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
+from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags_of, retry_scratch, with_flags
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     LOG2_E,
@@ -52,7 +52,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     tile_ref,
     unknown,
 )
-from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, drain
+from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, wait_all_free
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
@@ -200,7 +200,8 @@ class _QueryGradient(Gradient):
 
             return lax.fori_loop(row[0], row[3], copy, blocks)
 
-        copy_tiles(self.walk, scratch, scrub, {"free": 2} | ({"bias_free": 1} if self.bias_copied else {}), feed)
+        rings = {"free": 2} | ({"bias_free": 1} if self.bias_copied else {})
+        copy_tiles(self.walk, scratch, scrub, feed, partial(wait_all_free, scratch, rings))
 
     def _step(self, refs, scratch, dq_acc, w, place, before, rows, added, scrub) -> Callable[..., Any]:
         block, slots = self.config.dq_block_k, self.config.dq_slots
@@ -225,7 +226,7 @@ class _QueryGradient(Gradient):
                 keep = self.keep(refs, rows, place, w, i, shape) if masked else None
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
-                    x += across(flags(scratch, k_slot, block, scrub), shape, 1)
+                    x = with_flags(x, scratch, (k_slot,), scrub)
                 tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
                 p, slope = self.weights(x, across(minus_lse, shape, 0), keep, bias_of(tile, i))
                 if self.bias_copied:
@@ -237,7 +238,7 @@ class _QueryGradient(Gradient):
             def weigh(x, minus_lse):
                 keep = self.keep(refs, rows, place, w, i, shape) if masked else None
                 if masked and self.masks.mixed:
-                    x += across(flags(scratch, k_slot, block, scrub), shape, 1)
+                    x = with_flags(x, scratch, (k_slot,), scrub)
                 tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
                 found = self.weights(x, across(minus_lse, shape, 0), keep, bias_of(tile, i))
                 if self.bias_copied:
@@ -332,7 +333,7 @@ class _KeyGradient(QueryLoop):
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
                 keep = self.keep(refs, rows, place, w, n, shape) if masked else None
-                minus_lse = across(self.minus_log_sums(scratch, slot, shape, masked, scrub), shape, 1)
+                minus_lse = across(self.minus_log_sums(scratch, slot, masked, scrub), shape, 1)
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 p, slope = self.weights(x, minus_lse, keep, bias_of(slot, n))
                 stays = self.stays(refs, rows, place, n, shape)
@@ -344,7 +345,7 @@ class _KeyGradient(QueryLoop):
             def issue(s_acc, dp_acc) -> jax.Array:
                 plgpu.wgmma(s_acc, own[0], q_smem.T)
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
-                return self.minus_log_sums(scratch, slot, shape, masked, scrub)
+                return self.minus_log_sums(scratch, slot, masked, scrub)
 
             def weigh(x, minus_lse):
                 keep = self.keep(refs, rows, place, w, n, shape) if masked else None
@@ -424,7 +425,7 @@ class _SplitKeyGradient(QueryLoop):
 
             steps = compute_tiles(self.walk, scratch, index, scrub, fetch_own, work, apart=False)
             if index == 0:
-                drain(scratch["p_free"], steps)
+                wait_all_free(scratch, {"p_free": 1}, steps)
 
         values = partial(compute, 0, k_ref, scratch["k_smem"], dv_ref, self._value_step, 1.0)
         keys = partial(compute, 1, v_ref, scratch["v_smem"], dk_ref, self._key_step, self.logits.factor)
@@ -449,12 +450,12 @@ class _SplitKeyGradient(QueryLoop):
                 plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
                 keep = self.keep(refs, rows, place, 0, n, shape) if masked else None
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                minus_lse = across(self.minus_log_sums(scratch, slot, shape, masked, scrub), shape, 1)
+                minus_lse = across(self.minus_log_sums(scratch, slot, masked, scrub), shape, 1)
                 p, slope = self.weights(s_acc[...], minus_lse, keep, bias_of(slot, n))
                 if slope is None:
                     return p, p
                 # the slope of a masked pair may be nan
-                return p, p * slope if keep is None else jnp.where(keep, p * slope, 0.0)
+                return p, p * (slope if keep is None else jnp.where(keep, slope, 0.0))
 
             p, sloped = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
             pl.when(t >= 2)(lambda: plgpu.barrier_wait(scratch["p_free"].at[buffer]))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
+from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags_of, retry_scratch, with_flags
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     Kernel,
@@ -42,10 +42,10 @@ class Gradient(Kernel):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Softmax weights of a tile of q.k, and the soft cap's slope."""
         x, factor, t = self.logits.base2(logits, bias)
-        p = jnp.exp2(self.capped(x * factor + minus_lse))
-        if keep is not None:
-            p = jnp.where(keep, p, 0.0)
-        return p, None if t is None else 1.0 - t * t
+        exponent = self.capped(x * factor + minus_lse)
+        if keep is not None:  # here, not behind what rounds: LLVM would take the pairs apart for it
+            exponent = jnp.where(keep, exponent, -jnp.inf)
+        return jnp.exp2(exponent), None if t is None else 1.0 - t * t
 
     def kept(self, x: jax.Array, stays: jax.Array | None) -> jax.Array:
         """Zeros where a pair was dropped, the others the larger for it."""
@@ -92,10 +92,11 @@ class Gradient(Kernel):
 
 def logits_gradient(p: jax.Array, dp: jax.Array, minus_delta: jax.Array | None, slope: Any, keep: Any) -> jax.Array:
     """ds; without minus_delta, it is in dp already."""
-    ds = p * (dp if minus_delta is None else dp + minus_delta)
+    if minus_delta is not None:
+        dp += minus_delta
     if slope is not None:
-        ds *= slope
-    return ds if keep is None else jnp.where(keep, ds, 0.0)  # 0 * (what a masked value holds) may be nan
+        dp *= slope
+    return p * (dp if keep is None else jnp.where(keep, dp, 0.0))  # 0 * (what a masked value holds) may be nan
 
 
 class QueryLoop(Gradient):
@@ -134,7 +135,7 @@ class QueryLoop(Gradient):
             def block_of(n, t):
                 slot = lax.rem(t, jnp.int32(stages))
                 spans = self.spans(refs, (b, h, i), n)
-                pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
+                pl.when(t >= stages)(lambda: self.wait_free(scratch, slot, t))
                 self.fetch_bias(refs, scratch, slot, (b, h, i), spans)
                 for n_flag, (name, tile, statistic) in enumerate(
                     (("q", q_ref, minus_lse_ref), ("do", do_ref, minus_delta_ref))
@@ -155,14 +156,28 @@ class QueryLoop(Gradient):
             b, h_kv, i = self.place(refs, n)
             return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, i, careful))
 
-        copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
+        copy_tiles(self.walk, scratch, scrub, feed, partial(self.drain, scratch))
 
-    def minus_log_sums(self, scratch, slot, shape: tuple[int, int], masked: bool, scrub) -> jax.Array:
+    def drain(self, scratch, steps) -> None:
+        """Wait until all slots are free, after so many steps."""
+        stages = jnp.int32(self.config.dkv_stages)
+        for slot in range(self.config.dkv_stages):
+            following = steps + lax.rem(slot + stages - lax.rem(steps, stages), stages)  # the step to use it next
+            pl.when(steps > slot)(partial(self.wait_free, scratch, slot, following))
+
+    def wait_free(self, scratch, slot, t) -> None:
+        """Wait until both warpgroups are done with what step t is to replace."""
+        plgpu.barrier_wait(scratch["free"].at[slot])
+
+    def release(self, scratch, slot) -> None:
+        """This warpgroup is done with what is in a slot."""
+        plgpu.barrier_arrive(scratch["free"].at[slot])
+
+    def minus_log_sums(self, scratch, slot, masked: bool, scrub) -> jax.Array:
         """Minus the base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
         minus_lse = load(scratch["minus_lse"].at[slot], COL)
         if masked and self.masks.mixed:
-            for flag in (slot, self.config.dkv_stages + slot):
-                minus_lse += flags(scratch, flag, shape[1], scrub)
+            minus_lse = with_flags(minus_lse, scratch, (slot, self.config.dkv_stages + slot), scrub)
         return minus_lse
 
     def loop(self, refs, b, h_kv, i, steps: Any, step: Callable[..., Any]) -> Any:

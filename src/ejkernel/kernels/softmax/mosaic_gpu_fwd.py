@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.softmax.mosaic_gpu_ptx import rescaled, row_max, scaled, settle
-from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags, flags_of, retry_scratch
+from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags_of, retry_scratch, with_flags
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
@@ -28,7 +28,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     unknown,
     zeros,
 )
-from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles
+from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, wait_all_free
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
@@ -144,8 +144,8 @@ class _Forward(Kernel):
 
             return lax.fori_loop(row[0], row[3], block, blocks)
 
-        rings = {"k_free": 1, "v_free": 1}
-        copy_tiles(self.walk, scratch, scrub, rings, feed, self.groups, scrubs=self.masks.mixed)
+        drain = partial(wait_all_free, scratch, {"k_free": 1, "v_free": 1})
+        copy_tiles(self.walk, scratch, scrub, feed, drain, self.groups, scrubs=self.masks.mixed)
 
     def _compute(self, q_ref, refs, out_ref, lse_ref, scratch, w, scrub) -> None:
         apart = results_apart(self.dims.D)
@@ -198,7 +198,7 @@ class _Forward(Kernel):
 
     def _visit(self, refs, scratch, w, n, rows, place, row, blocks, scrub) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sums of weighted values, maxima (base 2) and sums of weights of 64 queries over all blocks of a row."""
-        (b, h, _), (lo, full_lo, full_hi, hi) = place, row
+        lo, full_lo, full_hi, hi = row
         stages, shape = jnp.int32(self.config.stages), (64, self.block)
         q, mixed = scratch["q_smem"].at[w], self.masks.mixed
         bias_of = self.bias(refs, scratch, rows, place, w)
@@ -217,7 +217,7 @@ class _Forward(Kernel):
                 return weights
             keep = self.keep(refs, rows, place, w, unknown(i), shape)  # else the first mask would be kept until here
             scrubbed = masked_block(row, i)  # which a first block need not be
-            return jnp.where(keep, weights + across(flags(scratch, slot, self.block, scrubbed), shape, 1), 0.0)
+            return jnp.where(keep, with_flags(weights, scratch, (slot,), scrubbed), 0.0)
 
         def weigh(x, i, slot, m, l, *, masked: bool, hopeful: bool):
             """Of block i, whose logits are done: maxima and sums, weights, and what the old sums are worth."""

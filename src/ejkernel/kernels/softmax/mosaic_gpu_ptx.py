@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
@@ -49,6 +49,27 @@ def rescaled(x: jax.Array, factors: jax.Array) -> jax.Array:
 def scaled(x: jax.Array, factors: jax.Array, when: jax.Array) -> jax.Array:
     """A tile times a factor for each row, if asked for."""
     return lax.cond(when, lambda x: x * lax.broadcast_in_dim(factors, x.shape, [0]), lambda x: x, x)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """A tile of 16-bit numbers in float32; ptxas would take pairs of bfloat16 apart and join them again."""
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+
+    def widen(_: Any, tile: Any) -> Any:
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F32Type.get())
+        low, high = (arith.constant(i32, n) for n in (16, -65536))
+
+        def both(register: Any) -> Any:
+            bits = llvm.bitcast(i32, register)
+            halves = [llvm.bitcast(ir.F32Type.get(), n) for n in (arith.shli(bits, low), arith.andi(bits, high))]
+            return vector.from_elements(pair, halves)
+
+        registers = np.vectorize(both, otypes=[object])(tile.registers)
+        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+
+    wide = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
+    return _inline((WGMMA,), wide)(widen)(x)
 
 
 def row_max(x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -40,13 +41,18 @@ def flags_of(scratch: dict[str, Any], slot: Any, columns: int) -> Any:
     return scratch["marks"].at[4 + slot, pl.ds(0, columns)]
 
 
-def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
+def no_barriers(*, again: bool) -> None:
+    """What begins an attempt of a kernel that has no barriers of its own."""
+
+
+def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any], begin: Callable[..., None] = no_barriers) -> None:
     """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
 
     A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
     tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All
-    warpgroups run this loop and read the same mark.
+    warpgroups run this loop and read the same mark. begin(again=...) comes before each attempt.
     """
+    begin(again=False)
     if "decided" not in scratch:
         attempt(False)
         return
@@ -57,6 +63,7 @@ def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
 
         @pl.when(jnp.logical_or(n == 0, scratch["marks"][0, 0].astype(jnp.float32) != 0.0))
         def _run() -> None:
+            pl.when(n == 1)(lambda: begin(again=True))
             attempt(n == 1)
 
 
@@ -122,7 +129,13 @@ def scrub_tile(tile: Any, flag: Any) -> None:
         flag.at[pl.ds(r, 64)][...] = total.astype(jnp.bfloat16)
 
 
-def flags(scratch: dict[str, Any], slot: Any, columns: int, scrub: Any) -> jax.Array:
-    """The column flags of a scrubbed tile; zeros where nothing was scrubbed."""
-    nought, marks = zeros((columns,), COL), load(flags_of(scratch, slot, columns), COL)
-    return jnp.where(nought + scrub.astype(jnp.float32) > 0.0, marks.astype(jnp.float32), nought)
+def with_flags(x: jax.Array, scratch: dict[str, Any], slots: tuple[Any, ...], scrub: Any) -> jax.Array:
+    """A tile, or a vector of its columns, with the flags of tiles that this attempt scrubbed, if it does."""
+
+    def flagged(x: jax.Array) -> jax.Array:
+        for slot in slots:
+            marks = load(flags_of(scratch, slot, x.shape[-1]), COL).astype(jnp.float32)
+            x += lax.broadcast_in_dim(marks, x.shape, [x.ndim - 1])
+        return x
+
+    return lax.cond(scrub, flagged, lambda x: x, x)
