@@ -1,6 +1,7 @@
 """Times that can be compared: medians of samples taken in turns, each long enough that starting it weighs nothing."""
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -26,18 +27,19 @@ class Samples(NamedTuple):
 
 
 def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: float = 0.0) -> dict[str, Samples]:
-    """Samples of each, one of each in turn: a clock that drifts slows all alike.
+    """Samples of each, one of each in every turn: a clock that drifts slows all alike.
 
-    A run takes a number of calls and returns the seconds these took together.
+    Turns differ in their order, which is the same in every run: a device that had to draw much power is slower for a
+    while, whoever comes next. A run takes a number of calls and returns the seconds these took together.
     """
     calls = {name: _enough(run) for name, run in runs.items()}
     found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
-        for name, run in runs.items():
+        for name in random.Random(turn).sample(list(runs), len(runs)):
             if turn >= SLOW_REPEATS and found[name][0] > SLOW_SECONDS:
                 continue
             time.sleep(rest)
-            found[name].append(run(calls[name]) / calls[name])
+            found[name].append(runs[name](calls[name]) / calls[name])
     return {name: Samples(found[name], calls[name]) for name in runs}
 
 

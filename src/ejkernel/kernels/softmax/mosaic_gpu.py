@@ -221,10 +221,10 @@ def _only_causal(call: Call) -> bool | None:
 
 
 def _fused_is_faster(call: Call) -> bool:
-    """Whether one kernel was measured to be faster than two: long rows, as many key heads, whole tiles."""
+    """Whether one kernel was measured to be faster than two: long rows, whole tiles."""
     dims, causal = dimensions(call), _only_causal(call)
     least = None if causal is None else _LENGTHS_WORTH_FUSING.get((width(call), causal))
-    whole = dims.Hkv == dims.H and dims.T % 128 == 0 and dims.S % 128 == 0
+    whole = dims.T % 128 == 0 and dims.S % 128 == 0
     return least is not None and least <= dims.T and whole and CAN_ADD and "bias" not in call and not call.spec.dropout
 
 
