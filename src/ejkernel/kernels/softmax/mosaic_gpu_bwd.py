@@ -382,7 +382,7 @@ class _KeyGradient(QueryLoop):
                 pl.when(jnp.logical_not(shown))(pass_over)
             else:
                 add()
-            plgpu.barrier_arrive(scratch["free"].at[slot])
+            self.release(scratch, slot)
             return t + 1
 
         return step
@@ -464,7 +464,7 @@ class _SplitKeyGradient(QueryLoop):
             stays = self.stays(refs, rows, place, n, shape)
             plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), scratch["do_smem"].at[slot])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["free"].at[slot])
+            self.release(scratch, slot)
             return t + 1
 
         return step
@@ -491,7 +491,7 @@ class _SplitKeyGradient(QueryLoop):
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
             plgpu.wgmma(dk_acc, ds, scratch["q_smem"].at[slot])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["free"].at[slot])
+            self.release(scratch, slot)
             return t + 1
 
         return step

@@ -5,9 +5,9 @@ computed with keys as rows, so that the weights and ds feed dv and dk from regis
 memory, for dq = ds^T k, of which each warpgroup computes half: of the columns, at head dim 64 of the queries. The copy
 engine adds them to dq in global memory, in whatever order the programs come: no two runs need give the same bits.
 
-A step: logits and dp; exp2 while dp runs; dv; ds; the previous step's dq, so that no warpgroup waits for the other's;
-ds to shared memory; dk, which runs while dq leaves. The weights are rounded to 16 bits before they make ds: they are an
-operand in that form already, and registers are what there is least of.
+A step: logits and dp; exp2 while dp runs; dv; ds, which is stored before products read that memory again; the previous
+step's dq, so that no warpgroup waits for the other's; dk, which runs while dq leaves. The weights are rounded to 16
+bits before they make ds: they are an operand in that form already, and registers are what there is least of.
 
 Registers of a compute thread (at most 240): dk and dv 128, logits and dp 32 each or dq 32, ds and the weights 16 each.
 Shared memory: keys and values 64 KB, two stages of queries and dout 64, two of ds 32, dq in float32 32. At head dim 64
@@ -170,8 +170,7 @@ class _Fused(QueryLoop):
 
     def _wait_ds(self, scratch, t, some) -> None:
         """Wait until both warpgroups have left their ds of the step before t, if there was one."""
-        before = t - 1
-        pl.when(some)(lambda: wait(scratch["handed_on"], lax.rem(t + 1, jnp.int32(2)), _parity(before, 2)))
+        pl.when(some)(lambda: wait(scratch["handed_on"], lax.rem(t + 1, jnp.int32(2)), _parity(t - 1, 2)))
 
     def _half(self, scratch, w, t) -> jax.Array:
         """Registers that will hold this warpgroup's half of ds^T k of step t when the products are done."""
