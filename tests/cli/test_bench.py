@@ -642,11 +642,11 @@ def test_a_run_of_auto_is_another_of_the_platform_it_took():
 
 def test_a_few_of_those_measured_are_shown():
     kept = str(Path(__file__).parents[2] / "benchmarks" / "softmax_nvidia_h200.json")
-    result = run("show", kept, "--case", "documents", "--contender", "auto|fa4")
-    assert result.exit_code == 0 and "ejkernel auto" in result.output and "fa4-jax" in result.output
+    result = run("show", kept, "--case", "documents", "--contender", "pallas|fa4")
+    assert result.exit_code == 0 and "ejkernel pallas" in result.output and "fa4-jax" in result.output
     assert "tokamax" not in result.output.split("sm_90")[0]  # what follows names the versions
     result = run("show", kept, "--contender", "abacus")
-    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)
+    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel pallas" in said(result)
 
 
 def test_runs_of_one_device_are_shown_as_one(tmp_path):

@@ -29,8 +29,8 @@ class Samples(NamedTuple):
 def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: float = 0.0) -> dict[str, Samples]:
     """Samples of each, one of each in every turn: a clock that drifts slows all alike.
 
-    Turns differ in their order, which is the same in every run: a device that had to draw much power is slower for a
-    while, whoever comes next. A run takes a number of calls and returns the seconds these took together.
+    Turns differ in their order, which is the same in every run, so that nobody always follows the same one, which may
+    leave a device warm. A run takes a number of calls and returns the seconds these took together.
     """
     calls = {name: _enough(run) for name, run in runs.items()}
     found: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,17 +1,18 @@
 """Barriers in shared memory at which one lane of a warp arrives.
 
-At those of Mosaic every thread does: 128 arrivals of a warpgroup one after another, in the memory that products read.
-A wait names its parity: that of the phase which is to be over, counted from 0 since `start`.
+At those of Mosaic every thread of a warpgroup does: 128 arrivals, in the memory that products read. A wait names its
+parity: that of the phase which is to be over, counted from 0 since `start`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
+
+from ejkernel.kernels.softmax.mosaic_gpu_ptx import asm, inline
 
 NUMBER = plgpu.Layout.WG_SPLAT
 
@@ -25,49 +26,42 @@ def start(ref: Any, warpgroups: int, *, again: bool) -> None:
     """Begin at phase 0, with so many warpgroups to arrive. All threads of a program meet here."""
 
     def begin(_: Any, ref: Any) -> None:
-        first = "{ .reg .b32 thread; .reg .pred other; mov.u32 thread, %tid.x; setp.ne.u32 other, thread, 0; "
+        first = ".reg .b32 thread; .reg .pred other; mov.u32 thread, %tid.x; setp.ne.u32 other, thread, 0;"
         end = "mbarrier.inval.shared::cta.b64 [$0]; " if again else ""
         init = f"mbarrier.init.shared::cta.b64 [$0], {4 * warpgroups};"
         for n in range(ir.MemRefType(ref.type).shape[0] // 2):
-            _asm(f"{first} @other bra PAST; {end} {init} PAST: }}", "r", _address(ref, _constant(n)))
-        _asm("fence.mbarrier_init.release.cluster; barrier.sync 0;", "")
+            at = _address(ref, arith.constant(ir.IntegerType.get_signless(32), n))
+            _do(f"{first} @other bra PAST; {end} {init} PAST:", at)
+        _do("fence.mbarrier_init.release.cluster; barrier.sync 0;")
 
-    _inline(begin)(ref)
+    inline((plgpu.RefType(),))(begin)(ref)
 
 
 def arrive(ref: Any, n: Any) -> None:
     """This warpgroup arrives at the n-th; what each of its threads did before is seen by whoever waits for it."""
 
     def act(_: Any, ref: Any, n: Any) -> None:
-        ptx = "{ .reg .pred one; bar.warp.sync -1; elect.sync _|one, -1; "
-        ptx += "@one mbarrier.arrive.release.cta.shared::cta.b64 _, [$0]; }"
-        _asm(ptx, "r", _address(ref, n.registers.item()))
+        ptx = ".reg .pred one; bar.warp.sync -1; elect.sync _|one, -1; "
+        ptx += "@one mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];"
+        _do(ptx, _address(ref, n.registers.item()))
 
-    _inline(act, NUMBER)(ref, n)
+    inline((plgpu.RefType(), NUMBER))(act)(ref, n)
 
 
 def wait(ref: Any, n: Any, parity: Any) -> None:
     """Wait until the phase of this parity is over at the n-th."""
 
     def act(_: Any, ref: Any, n: Any, parity: Any) -> None:
-        ptx = "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 over, [$0], $1; "
-        ptx += "@!over bra AGAIN; }"
-        _asm(ptx, "r,r", _address(ref, n.registers.item()), parity.registers.item())
+        ptx = ".reg .pred over; AGAIN: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 over, [$0], $1; "
+        ptx += "@!over bra AGAIN;"
+        _do(ptx, _address(ref, n.registers.item()), parity.registers.item())
 
-    _inline(act, NUMBER, NUMBER)(ref, n, parity)
-
-
-def _inline(function: Callable[..., None], *numbers: Any) -> Any:
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *numbers))(function)
+    inline((plgpu.RefType(), NUMBER, NUMBER))(act)(ref, n, parity)
 
 
-def _constant(n: int) -> Any:
-    return arith.constant(ir.IntegerType.get_signless(32), n)
+def _do(ptx: str, *operands: Any) -> None:
+    asm("!llvm.void", ptx, list(operands), "r")
 
 
 def _address(ref: Any, n: Any) -> Any:
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [n], ir.IntegerType.get_signless(64))
-
-
-def _asm(ptx: str, constraints: str, *operands: Any) -> None:
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, ptx, constraints, has_side_effects=True)

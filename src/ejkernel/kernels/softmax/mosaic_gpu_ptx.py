@@ -27,9 +27,9 @@ def settle(x: jax.Array, layout: Any) -> None:
         numbers = _numbers(array)
         either = " ".join(f"or.b32 signs, signs, ${n};" for n in range(1, len(numbers)))  # ptxas does two at a time
         begin, end = ".reg .pred any; .reg .b32 signs; mov.b32 signs, $0;", "setp.lt.s32 any, signs, 0; @any pmevent 0;"
-        _asm("!llvm.void", f"{begin} {either} {end}", numbers)
+        asm("!llvm.void", f"{begin} {either} {end}", numbers)
 
-    _inline((layout,))(decide)(x)
+    inline((layout,))(decide)(x)
 
 
 def rescaled(x: jax.Array, factors: jax.Array) -> jax.Array:
@@ -39,11 +39,11 @@ def rescaled(x: jax.Array, factors: jax.Array) -> jax.Array:
         first, *rest = range(1, 1 + len(numbers := _numbers(array)))
         either = " ".join(f"setp.neu.or.f32 any, ${n}, {ONE}, any;" for n in rest)
         begin = f".reg .pred any; setp.neu.f32 any, ${first}, {ONE};"
-        found = _asm("i32", f"{begin} {either} vote.sync.any.pred any, any, -1; selp.b32 $0, 1, 0, any;", numbers)
+        found = asm("i32", f"{begin} {either} vote.sync.any.pred any, any, -1; selp.b32 $0, 1, 0, any;", numbers)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    return scaled(x, factors, _inline((ROW,), scalar)(vote)(factors) != 0)
+    return scaled(x, factors, inline((ROW,), scalar)(vote)(factors) != 0)
 
 
 def scaled(x: jax.Array, factors: jax.Array, when: jax.Array) -> jax.Array:
@@ -69,7 +69,7 @@ def widened(x: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
 
     wide = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
-    return _inline((WGMMA,), wide)(widen)(x)
+    return inline((WGMMA,), wide)(widen)(x)
 
 
 def row_max(x: jax.Array) -> jax.Array:
@@ -85,24 +85,25 @@ def row_max(x: jax.Array) -> jax.Array:
         for lane in (1, 2):
             ptx += "".join(f"shfl.sync.bfly.b32 {t}, ${n}, {lane}, 31, -1; " for n, t in enumerate("ab"))
             ptx += "max.NaN.f32 $0, $0, a; max.NaN.f32 $1, $1, b; "
-        both = _asm("!llvm.struct<(f32, f32)>", ptx, _numbers(tile))
+        both = asm("!llvm.struct<(f32, f32)>", ptx, _numbers(tile))
         layout, one = tile.layout.reduce((1,)), ir.VectorType.get((1,), ir.F32Type.get())
         rows = [vector.broadcast(one, llvm.extractvalue(ir.F32Type.get(), both, [n])) for n in range(2)]
         registers = np.array(rows, dtype=object).reshape(layout.registers_shape((64,)))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     rows = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW)
-    return _inline((WGMMA,), rows)(largest)(x)
+    return inline((WGMMA,), rows)(largest)(x)
 
 
-def _inline(arguments: tuple[Any, ...], result: Any = None) -> Any:
+def inline(arguments: tuple[Any, ...], result: Any = None) -> Any:
+    """A decorator of what writes instructions; `arguments` are layouts of arrays, and types of references."""
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
 
-def _asm(result: str, ptx: str, operands: list[Any]) -> Any:
-    """PTX whose first operands are what it yields, and the others float32."""
+def asm(result: str, ptx: str, operands: list[Any], kind: str = "f") -> Any:
+    """PTX whose first operands are what it yields, and the others float32, or as `kind` says: "r" is 32 bits."""
     outputs = {"!llvm.void": "", "!llvm.struct<(f32, f32)>": "=&f,=&f,", "i32": "=r,"}[result]
-    inputs = ",".join("f" * len(operands))
+    inputs = ",".join(kind * len(operands))
     return llvm.inline_asm(ir.Type.parse(result), operands, f"{{ {ptx} }}", outputs + inputs, has_side_effects=True)
 
 
