@@ -74,6 +74,8 @@ def lower(sizes: argparse.Namespace) -> None:
     def both(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         target = Target("gpu", "nvidia_h200", "sm_90", cores=132)
         options = {"sliding_window": sizes.window} if sizes.window else {}
+        if sizes.documents:
+            options["cum_seqlens_q"] = jnp.linspace(0, sizes.length, sizes.documents + 1).astype(jnp.int32)
         call = canonicalise(query, key, value, causal=sizes.causal, **options).on(target)
         config = replace(mosaic_gpu.default_config(call), **ast.literal_eval(sizes.cfg))
         if reasons := mosaic_gpu.unsupported(call) + mosaic_gpu.unsupported_config(call, config):
@@ -82,7 +84,7 @@ def lower(sizes: argparse.Namespace) -> None:
         outputs, residuals = mosaic_gpu.forward(call, config)
         return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
 
-    x = jax.ShapeDtypeStruct((2, sizes.length, 16, sizes.head_dim), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1 if sizes.documents else 2, sizes.length, 16, sizes.head_dim), jnp.bfloat16)
     jax.jit(both).trace(x, x, x).lower(lowering_platforms=("cuda",))
 
 
@@ -158,6 +160,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int)
+    parser.add_argument("--documents", type=int, help="so many, packed one after another")
     parser.add_argument("--cfg", default="{}", help="what differs from the default config, as a Python dict")
     parser.add_argument("--order", action="store_true", help="what a loop issues and waits for, in order")
     sizes = parser.parse_args()

@@ -42,6 +42,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
     WGMMA,
+    Masked,
     across,
     batch_index,
     launch,
@@ -52,7 +53,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     tile_ref,
     unknown,
 )
-from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, wait_all_free
+from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, drain
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
@@ -201,14 +202,14 @@ class _QueryGradient(Gradient):
             return lax.fori_loop(row[0], row[3], copy, blocks)
 
         rings = {"free": 2} | ({"bias_free": 1} if self.bias_copied else {})
-        copy_tiles(self.walk, scratch, scrub, feed, partial(wait_all_free, scratch, rings))
+        copy_tiles(self.walk, scratch, scrub, rings, feed)
 
     def _step(self, refs, scratch, dq_acc, w, place, before, rows, added, scrub) -> Callable[..., Any]:
         block, slots = self.config.dq_block_k, self.config.dq_slots
         (minus_lse, minus_delta), shape = added, (64, block)
         bias_of = self.bias(refs, scratch, rows, place, w)
 
-        def step(i, carry, *, masked: bool):
+        def step(i, carry, *, masked: Masked):
             own = [scratch[name].at[self.own(w)] for name in ("q_smem", "do_smem")]
             t = 2 * (i + before)
             k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
@@ -223,7 +224,7 @@ class _QueryGradient(Gradient):
 
             def products(s_acc, dp_acc):
                 issue(s_acc, dp_acc)
-                keep = self.keep(refs, rows, place, w, i, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, i, shape, masked)
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # dp goes on while the weights are computed
                 if masked and self.masks.mixed:
                     x = with_flags(x, scratch, (k_slot,), scrub)
@@ -236,7 +237,7 @@ class _QueryGradient(Gradient):
                 return logits_gradient(p, dp, across(minus_delta, shape, 0), slope, keep).astype(self.dtype)
 
             def weigh(x, minus_lse):
-                keep = self.keep(refs, rows, place, w, i, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, i, shape, masked)
                 if masked and self.masks.mixed:
                     x = with_flags(x, scratch, (k_slot,), scrub)
                 tile = lax.rem(i + before, jnp.int32(BIAS_TILES))
@@ -247,7 +248,7 @@ class _QueryGradient(Gradient):
 
             def finish(p, slope, dp) -> None:
                 settle(p, WGMMA)
-                keep = self.keep(refs, rows, place, w, unknown(i), shape) if masked else None
+                keep = self.keep(refs, rows, place, w, unknown(i), shape, masked)
                 stays, product = self.stays(refs, rows, place, i, shape), dp(0)
                 plgpu.barrier_arrive(scratch["free"].at[v_slot])
                 ds = self.logits_gradient(p, product, across(minus_delta, shape, 0), slope, keep, stays)
@@ -322,7 +323,7 @@ class _KeyGradient(QueryLoop):
         shape = (64, block)  # keys by queries
         bias_of = self.bias(refs, scratch, rows, place, w)
 
-        def step(n, t, *, masked: bool):
+        def step(n, t, *, masked: Masked):
             own = [scratch[name].at[self.own(w)] for name in ("k_smem", "v_smem")]
             slot = lax.rem(t, jnp.int32(stages))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
@@ -332,7 +333,7 @@ class _KeyGradient(QueryLoop):
                 plgpu.wgmma(s_acc, own[0], q_smem.T)
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 plgpu.wgmma(dp_acc, own[1], do_smem.T)
-                keep = self.keep(refs, rows, place, w, n, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, n, shape, masked)
                 minus_lse = across(self.minus_log_sums(scratch, slot, masked, scrub), shape, 1)
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 p, slope = self.weights(x, minus_lse, keep, bias_of(slot, n))
@@ -348,13 +349,13 @@ class _KeyGradient(QueryLoop):
                 return self.minus_log_sums(scratch, slot, masked, scrub)
 
             def weigh(x, minus_lse):
-                keep = self.keep(refs, rows, place, w, n, shape) if masked else None
+                keep = self.keep(refs, rows, place, w, n, shape, masked)
                 return self.weights(x, across(minus_lse, shape, 1), keep, bias_of(slot, n))
 
             def finish(p, slope, dp) -> None:
                 stays = self.stays(refs, rows, place, n, shape)
                 plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), do_smem)
-                keep = self.keep(refs, rows, place, w, unknown(n), shape) if masked else None
+                keep = self.keep(refs, rows, place, w, unknown(n), shape, masked)
                 minus_delta = across(load(scratch["minus_delta"].at[slot], COL), shape, 1)
                 plgpu.wgmma(dk_acc, self.logits_gradient(p, dp(1), minus_delta, slope, keep, stays), q_smem)
 
@@ -382,7 +383,7 @@ class _KeyGradient(QueryLoop):
                 pl.when(jnp.logical_not(shown))(pass_over)
             else:
                 add()
-            self.release(scratch, slot)
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step
@@ -425,7 +426,7 @@ class _SplitKeyGradient(QueryLoop):
 
             steps = compute_tiles(self.walk, scratch, index, scrub, fetch_own, work, apart=False)
             if index == 0:
-                wait_all_free(scratch, {"p_free": 1}, steps)
+                drain(scratch["p_free"], steps)
 
         values = partial(compute, 0, k_ref, scratch["k_smem"], dv_ref, self._value_step, 1.0)
         keys = partial(compute, 1, v_ref, scratch["v_smem"], dk_ref, self._key_step, self.logits.factor)
@@ -442,13 +443,13 @@ class _SplitKeyGradient(QueryLoop):
         shape = (64, block)
         bias_of = self.bias(refs, scratch, rows, place, 0)
 
-        def step(n, t, *, masked: bool):
+        def step(n, t, *, masked: Masked):
             slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
 
             def product(s_acc):
                 plgpu.barrier_wait(scratch["q_ready"].at[slot])
                 plgpu.wgmma(s_acc, scratch["k_smem"], scratch["q_smem"].at[slot].T)
-                keep = self.keep(refs, rows, place, 0, n, shape) if masked else None
+                keep = self.keep(refs, rows, place, 0, n, shape, masked)
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
                 minus_lse = across(self.minus_log_sums(scratch, slot, masked, scrub), shape, 1)
                 p, slope = self.weights(s_acc[...], minus_lse, keep, bias_of(slot, n))
@@ -464,7 +465,7 @@ class _SplitKeyGradient(QueryLoop):
             stays = self.stays(refs, rows, place, n, shape)
             plgpu.wgmma(dv_acc, self.kept(p, stays).astype(self.dtype), scratch["do_smem"].at[slot])
             plgpu.wgmma_wait(0)
-            self.release(scratch, slot)
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step
@@ -473,7 +474,7 @@ class _SplitKeyGradient(QueryLoop):
         stages = self.config.dkv_stages
         shape = (64, self.config.dkv_block_q)
 
-        def step(n, t, *, masked: bool):
+        def step(n, t, *, masked: Masked):
             slot, buffer = lax.rem(t, jnp.int32(stages)), lax.rem(t, jnp.int32(2))
 
             def product(dp_acc):
@@ -491,7 +492,7 @@ class _SplitKeyGradient(QueryLoop):
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
             plgpu.wgmma(dk_acc, ds, scratch["q_smem"].at[slot])
             plgpu.wgmma_wait(0)
-            self.release(scratch, slot)
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step

@@ -24,7 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_barriers import arrive, barriers, start, wait
 from ejkernel.kernels.softmax.mosaic_gpu_bwd_tiles import QueryLoop
 from ejkernel.kernels.softmax.mosaic_gpu_ptx import widened
 from ejkernel.kernels.softmax.mosaic_gpu_retry import flags_of, scrub_tile
@@ -32,6 +31,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     ROW,
     WGMMA,
+    Masked,
     across,
     batch_index,
     launch,
@@ -80,13 +80,13 @@ class _Fused(QueryLoop):
         ds = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         dq = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
         scratch = self.ring_scratch((2, 64), own_flags=2)
-        del scratch["do_ready"], scratch["free"]
+        del scratch["do_ready"]
         return scratch | {
             "q_ready": plgpu.Barrier(num_arrivals=4 * self.parts, num_barriers=self.config.dkv_stages),
             "ds_smem": plgpu.SMEM((2, 2, 64, self.block), self.dtype, transforms=ds),
             "dq_smem": plgpu.SMEM((2, *HALF), jnp.float32, transforms=dq),
             "own_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            "handed_on": barriers(2 + self.config.dkv_stages),  # two of ds, then the slots that are free
+            "ds_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             "done": plgpu.Barrier(num_arrivals=2),
         }
 
@@ -97,16 +97,8 @@ class _Fused(QueryLoop):
         scratch["do_ready"] = scratch["q_ready"]  # a step waits once: every barrier costs a register
         compute = partial(self._compute, (k_ref, v_ref, dq_ref, dk_ref, dv_ref), refs, scratch, w)
         copy = partial(self.copy, q_ref, do_ref, minus_lse_ref, minus_delta_ref, refs, scratch)
-        begin = partial(start, scratch["handed_on"], 2)
-        pl.when(w < 2)(lambda: act("compute", scratch, compute, REGISTERS, begin))
-        pl.when(w == 2)(lambda: act("copy", scratch, copy, REGISTERS, begin))
-
-    def release(self, scratch, slot) -> None:
-        arrive(scratch["handed_on"], 2 + slot)
-
-    def wait_free(self, scratch, slot, t) -> None:
-        stages = self.config.dkv_stages
-        wait(scratch["handed_on"], 2 + slot, _parity(t - stages, stages))
+        pl.when(w < 2)(lambda: act("compute", scratch, compute, REGISTERS))
+        pl.when(w == 2)(lambda: act("copy", scratch, copy, REGISTERS))
 
     def _compute(self, tensors, refs, scratch, w, scrub) -> None:
         k_ref, v_ref, dq_ref, dk_ref, dv_ref = tensors
@@ -170,7 +162,7 @@ class _Fused(QueryLoop):
 
     def _wait_ds(self, scratch, t, some) -> None:
         """Wait until both warpgroups have left their ds of the step before t, if there was one."""
-        pl.when(some)(lambda: wait(scratch["handed_on"], lax.rem(t + 1, jnp.int32(2)), _parity(t - 1, 2)))
+        pl.when(some)(lambda: plgpu.barrier_wait(scratch["ds_ready"].at[lax.rem(t + 1, jnp.int32(2))]))
 
     def _half(self, scratch, w, t) -> jax.Array:
         """Registers that will hold this warpgroup's half of ds^T k of step t when the products are done."""
@@ -207,7 +199,7 @@ class _Fused(QueryLoop):
         dq_ref, dk_acc, dv_acc = sums
         start, tile = place[2] * 128 + own * 64, (64, self.block)
 
-        def step(n, t, *, masked: bool):
+        def step(n, t, *, masked: Masked):
             w = unknown(own)  # what is spilled would not fit the cache
             slot, buffer = (lax.rem(t, jnp.int32(size)) for size in (self.config.dkv_stages, 2))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
@@ -218,7 +210,7 @@ class _Fused(QueryLoop):
                 return self.minus_log_sums(scratch, slot, masked, scrub)
 
             def weigh(x, minus_lse):
-                keep = self.keep(refs, rows, place, w, n, tile) if masked else None
+                keep = self.keep(refs, rows, place, w, n, tile, masked)
                 return self.weights(x, across(minus_lse, tile, 1), keep)
 
             def minus_delta() -> jax.Array:
@@ -227,7 +219,7 @@ class _Fused(QueryLoop):
             def finish(p, slope, dp) -> None:
                 p = lax.optimization_barrier(p.astype(self.dtype))  # rounds pairs, where there is no mask
                 plgpu.wgmma(dv_acc, p, do_smem)
-                keep = self.keep(refs, rows, place, w, unknown(n), tile) if masked else None
+                keep = self.keep(refs, rows, place, w, unknown(n), tile, masked)
                 ds = self.logits_gradient(widened(p), dp(1), minus_delta(), slope, keep, None)
                 if self.dims.S % self.rows:  # keys beyond the last are zeros, but their weights may be infinite
                     row = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=WGMMA)
@@ -239,12 +231,12 @@ class _Fused(QueryLoop):
                 plgpu.wgmma(dk_acc, ds, q_smem)
                 dq = _wait(dq, 1)
                 # only now: the other warpgroup may write over what this half of dq was made from
-                arrive(scratch["handed_on"], buffer)
+                plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
                 self._send(refs, scratch, dq_ref, dq, place, n - 1, w, n > lo, scrub)
 
             plgpu.barrier_wait(scratch["q_ready"].at[slot])
             self.beside(tile, minus_delta(), issue, weigh, finish)
-            self.release(scratch, slot)
+            plgpu.barrier_arrive(scratch["free"].at[slot])
             return t + 1
 
         return step
@@ -254,8 +246,3 @@ def _wait(product: jax.Array, later: int) -> jax.Array:
     """The product, done when at most `later` that were issued after it are not."""
     plgpu.wgmma_wait(later)
     return lax.optimization_barrier(product)
-
-
-def _parity(use: Any, slots: int) -> Any:
-    """The parity of the phase that ends with this use of one of so many slots, which are used in turns."""
-    return lax.rem(lax.div(use, jnp.int32(slots)), jnp.int32(2))

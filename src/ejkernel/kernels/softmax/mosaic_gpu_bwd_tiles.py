@@ -14,6 +14,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags_of, retry_scr
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     Kernel,
+    Masked,
     copy_parts,
     load,
     masked_block,
@@ -135,7 +136,7 @@ class QueryLoop(Gradient):
             def block_of(n, t):
                 slot = lax.rem(t, jnp.int32(stages))
                 spans = self.spans(refs, (b, h, i), n)
-                pl.when(t >= stages)(lambda: self.wait_free(scratch, slot, t))
+                pl.when(t >= stages)(lambda: plgpu.barrier_wait(scratch["free"].at[slot]))
                 self.fetch_bias(refs, scratch, slot, (b, h, i), spans)
                 for n_flag, (name, tile, statistic) in enumerate(
                     (("q", q_ref, minus_lse_ref), ("do", do_ref, minus_delta_ref))
@@ -156,24 +157,9 @@ class QueryLoop(Gradient):
             b, h_kv, i = self.place(refs, n)
             return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, i, careful))
 
-        copy_tiles(self.walk, scratch, scrub, feed, partial(self.drain, scratch))
+        copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
 
-    def drain(self, scratch, steps) -> None:
-        """Wait until all slots are free, after so many steps."""
-        stages = jnp.int32(self.config.dkv_stages)
-        for slot in range(self.config.dkv_stages):
-            following = steps + lax.rem(slot + stages - lax.rem(steps, stages), stages)  # the step to use it next
-            pl.when(steps > slot)(partial(self.wait_free, scratch, slot, following))
-
-    def wait_free(self, scratch, slot, t) -> None:
-        """Wait until both warpgroups are done with what step t is to replace."""
-        plgpu.barrier_wait(scratch["free"].at[slot])
-
-    def release(self, scratch, slot) -> None:
-        """This warpgroup is done with what is in a slot."""
-        plgpu.barrier_arrive(scratch["free"].at[slot])
-
-    def minus_log_sums(self, scratch, slot, masked: bool, scrub) -> jax.Array:
+    def minus_log_sums(self, scratch, slot, masked: Masked, scrub) -> jax.Array:
         """Minus the base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""
         minus_lse = load(scratch["minus_lse"].at[slot], COL)
         if masked and self.masks.mixed:

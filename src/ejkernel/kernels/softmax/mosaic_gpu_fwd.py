@@ -18,6 +18,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     ROW,
     WGMMA,
     Kernel,
+    Masked,
     across,
     batch_index,
     launch,
@@ -28,7 +29,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     unknown,
     zeros,
 )
-from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, wait_all_free
+from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
@@ -78,15 +79,19 @@ class _Forward(Kernel):
 
     @property
     def hopeful(self) -> bool:
-        """Whether the first block's maxima serve for all blocks, in a first attempt.
+        """Whether the maxima of a row's first blocks serve for others, in a first attempt.
 
         Weights are too large for their sums only if a logit passes those maxima by far (base 2: by 125, less the
         logarithm of how many do and of their values): the result is then nan, and computed again with maxima as they
-        should be. Every row must see something of its first block, or nothing at all.
+        should be. So they do not serve before every row has seen something.
         """
+        return self.bias_extent == "" and bool(self.dtype == jnp.bfloat16)
+
+    @property
+    def all_see_first(self) -> bool:
+        """Whether every row sees something of the first block that its tile visits, or nothing at all."""
         m = self.masks
-        hidden = m.lower or m.segments or m.positions or m.halves or m.dense != ""
-        return not hidden and self.bias_extent == "" and bool(self.dtype == jnp.bfloat16)
+        return not (m.lower or m.segments or m.positions or m.halves or m.dense != "")
 
     @property
     def turns(self) -> bool:
@@ -144,8 +149,8 @@ class _Forward(Kernel):
 
             return lax.fori_loop(row[0], row[3], block, blocks)
 
-        drain = partial(wait_all_free, scratch, {"k_free": 1, "v_free": 1})
-        copy_tiles(self.walk, scratch, scrub, feed, drain, self.groups, scrubs=self.masks.mixed)
+        rings = {"k_free": 1, "v_free": 1}
+        copy_tiles(self.walk, scratch, scrub, rings, feed, self.groups, scrubs=self.masks.mixed)
 
     def _compute(self, q_ref, refs, out_ref, lse_ref, scratch, w, scrub) -> None:
         apart = results_apart(self.dims.D)
@@ -176,6 +181,23 @@ class _Forward(Kernel):
             ]
 
         compute_tiles(self.walk, scratch, w, scrub, fetch_queries, work, apart=apart)
+
+    def _steps(self, row, step, carry) -> Any:
+        """carry after all blocks of a row but its first."""
+        if self.all_see_first or not self.hopeful:
+            return self.runs.loop(row, partial(step, hopeful=self.hopeful), carry)
+        lo, full_lo, full_hi, hi = row
+        shown = jnp.minimum(full_lo + 1, full_hi)  # a block without a mask shows all rows something
+        runs = (
+            (self.runs.before, lo, full_lo, "before", False),
+            (self.runs.inner, full_lo, shown, "", False),
+            (self.runs.inner, shown, full_hi, "", True),
+            (self.runs.after, full_hi, hi, "after", False),
+        )
+        for exists, first, last, masked, hopeful in runs:
+            if exists:
+                carry = lax.fori_loop(first, last, partial(step, masked=masked, hopeful=hopeful), carry)
+        return carry
 
     def _with_sinks(self, refs, b, h, m, l) -> tuple[jax.Array, jax.Array, jax.Array | float]:
         """Maxima (base 2) and sums of weights with a head's sinks, and what sums beside the old maxima are worth.
@@ -210,18 +232,19 @@ class _Forward(Kernel):
             ready = partial(plgpu.barrier_wait, scratch["v_ready"].at[slot])
             pl.when(jnp.logical_not(scrub))(ready) if mixed else ready()
 
-        def marked(i, slot, masked: bool, weights):
+        def marked(i, slot, masked: Masked, weights):
             """Weights of scrubbed values; the marks are known with them. The mask is made again, which is rare."""
             plgpu.barrier_wait(scratch["v_ready"].at[slot])
             if not masked:
                 return weights
-            keep = self.keep(refs, rows, place, w, unknown(i), shape)  # else the first mask would be kept until here
+            # unknown: else the first mask would be kept until here
+            keep = self.keep(refs, rows, place, w, unknown(i), shape, masked)
             scrubbed = masked_block(row, i)  # which a first block need not be
             return jnp.where(keep, with_flags(weights, scratch, (slot,), scrubbed), 0.0)
 
-        def weigh(x, i, slot, m, l, *, masked: bool, hopeful: bool):
+        def weigh(x, i, slot, m, l, *, masked: Masked, hopeful: bool):
             """Of block i, whose logits are done: maxima and sums, weights, and what the old sums are worth."""
-            keep = self.keep(refs, rows, place, w, i, shape) if masked else None
+            keep = self.keep(refs, rows, place, w, i, shape, masked)
             x, factor, _ = self.logits.base2(x, bias_of(slot, i))
             plgpu.barrier_arrive(scratch["k_free"].at[slot])
             if keep is not None:
@@ -247,10 +270,10 @@ class _Forward(Kernel):
                 return x_acc[...]
 
             x = pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32))
-            m, l, p, _ = weigh(x, i, slot, m, l, masked=self.runs.masked, hopeful=False)
+            m, l, p, _ = weigh(x, i, slot, m, l, masked="before" if self.runs.masked else "", hopeful=False)
             return acc, m, l, p.astype(self.dtype)
 
-        def step(i, carry, *, masked: bool):
+        def step(i, carry, *, masked: Masked, hopeful: bool):
             acc, m, l, p = carry
             slot, before = slot_of(i), slot_of(i - 1)
             plgpu.barrier_wait(scratch["k_ready"].at[slot])
@@ -269,9 +292,7 @@ class _Forward(Kernel):
                     return plgpu.wgmma_accumulator_load(x_acc, wait_n=1)
 
                 x = lax.optimization_barrier(pl.run_scoped(block, plgpu.ACC(shape, jnp.float32)))
-                m_ref[...], total, x_ref[...], decay_ref[...] = weigh(
-                    x, i, slot, m, l, masked=masked, hopeful=self.hopeful
-                )
+                m_ref[...], total, x_ref[...], decay_ref[...] = weigh(x, i, slot, m, l, masked=masked, hopeful=hopeful)
                 settle(total, WGMMA)
                 l_ref[...] = total
 
@@ -279,7 +300,7 @@ class _Forward(Kernel):
             acc, m, l, x, decay = pl.run_state(products)(state)
             plgpu.barrier_arrive(scratch["v_free"].at[before])
             # only now: registers of a product's operand must not change while it runs
-            acc = scaled(acc, decay, scrub) if self.hopeful else rescaled(acc, decay)
+            acc = scaled(acc, decay, scrub) if hopeful else rescaled(acc, decay)
             return acc, m, l, x.astype(self.dtype)
 
         def last(i, carry):
@@ -300,7 +321,7 @@ class _Forward(Kernel):
         maxima = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROW)
         carry = once(lo, first, (zeros((64, self.dims.D)), maxima, zeros((64, COLUMNS)), nothing))
         rest = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
-        carry = self.runs.loop(rest, step, carry)
+        carry = self._steps(rest, step, carry)
         if self.turns:  # and the last one's last goes to nobody
             end = jnp.logical_and(w == 0, n == self.walk.count() - 1)
             pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))

@@ -41,18 +41,13 @@ def flags_of(scratch: dict[str, Any], slot: Any, columns: int) -> Any:
     return scratch["marks"].at[4 + slot, pl.ds(0, columns)]
 
 
-def no_barriers(*, again: bool) -> None:
-    """What begins an attempt of a kernel that has no barriers of its own."""
-
-
-def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any], begin: Callable[..., None] = no_barriers) -> None:
+def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
     """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
 
     A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
     tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All
-    warpgroups run this loop and read the same mark. begin(again=...) comes before each attempt.
+    warpgroups run this loop and read the same mark.
     """
-    begin(again=False)
     if "decided" not in scratch:
         attempt(False)
         return
@@ -63,7 +58,6 @@ def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any], begin: Call
 
         @pl.when(jnp.logical_or(n == 0, scratch["marks"][0, 0].astype(jnp.float32) != 0.0))
         def _run() -> None:
-            pl.when(n == 1)(lambda: begin(again=True))
             attempt(n == 1)
 
 

@@ -34,6 +34,9 @@ _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Paramete
 # an array of (batch, head, row, column) is the same for all rows, for all columns, or for neither; or there is none
 Extent = Literal["", "tile", "row", "column"]
 
+# where a block of a schedule row lies: in the unmasked run, or in the masked one before or after it
+Masked = Literal["", "before", "after"]
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -123,9 +126,9 @@ class Runs:
         """carry after step(i, carry, masked=...) over all visited blocks in order."""
         lo, full_lo, full_hi, hi = row
         for exists, first, last, masked in (
-            (self.before, lo, full_lo, True),
-            (self.inner, full_lo, full_hi, False),
-            (self.after, full_hi, hi, True),
+            (self.before, lo, full_lo, "before"),
+            (self.inner, full_lo, full_hi, ""),
+            (self.after, full_hi, hi, "after"),
         ):
             if exists:
                 carry = lax.fori_loop(first, last, lambda i, c, m=masked: step(i, c, masked=m), carry)
@@ -220,7 +223,7 @@ class Masks:
     """Element masks of a tile whose rows are one side and whose columns are the other.
 
     A row sees the columns whose coordinate lies in its interval and whose segment is its own. The coordinate of a
-    column is its index, or its explicit position.
+    column is its index, or its explicit position. Of packed sequences a row's interval says everything.
     """
 
     lower: bool = False
@@ -236,17 +239,18 @@ class Masks:
 
     @classmethod
     def of(cls, call: Call, side: schedule.Side) -> "Masks":
-        spec, positions, halves = call.spec, "q_positions" in call, "pattern" in call or "mask" in call
+        spec, packed, halves = call.spec, _packed(call), "pattern" in call or "mask" in call
+        positions = "q_positions" in call and not packed
         # explicit positions leave a ragged tail to the segments, which `arrays` then makes up if there are none
-        segments = positions or "q_segments" in call
-        band = _seen_from(spec.band, side)
+        segments = positions or ("q_segments" in call and not packed)
+        band, both = _seen_from(spec.band, side), packed or spec.chunk is not None
         tail = side == "q" and not segments
         return cls(
-            band.lo is not None or spec.chunk is not None,
-            band.hi is not None or spec.chunk is not None or tail,
+            both or band.lo is not None,
+            both or band.hi is not None or tail,
             segments,
             positions,
-            segments or halves or spec.chunk is not None or spec.band != Band(),
+            both or segments or halves or spec.band != Band(),
             halves,
             extent(call.get("mask"), side),
         )
@@ -261,6 +265,8 @@ class Masks:
         lengths = (dims.T, dims.S) if side == "q" else (dims.S, dims.T)
         if self.lower or self.upper:
             low, high = self._intervals(call, side, dims)
+            none = low > high  # but no interval ends before it begins: see `keep`
+            low, high = (jnp.where(none, -(2**30), x) for x in (low, high))
             found["row_low"], found["row_high"] = (_padded(x, row_tile, 0) for x in (low, high))
         if self.segments:
             # padding never matches: -2 on the rows, -1 on the columns
@@ -278,6 +284,8 @@ class Masks:
     def _intervals(self, call: Call, side: schedule.Side, dims: Dimensions) -> tuple[jax.Array, jax.Array]:
         """First and last column coordinate each row sees, (B|1, rows)."""
         band, chunk, offset = _seen_from(call.spec.band, side), call.spec.chunk, dims.S - dims.T
+        if _packed(call):
+            return _packed_intervals(call, side, band)
         if self.positions:
             at, shift, last = call["q_positions" if side == "q" else "kv_positions"], 0, 2**31 - 1
         elif side == "q":
@@ -300,9 +308,19 @@ class Masks:
         return {"start": start, **found}
 
     def keep(
-        self, refs: dict[str, Any], rows: dict[str, Any], b: Any, h: Any, half: Any, pieces: list[Piece], shape: Any
+        self,
+        refs: dict[str, Any],
+        rows: dict[str, Any],
+        b: Any,
+        h: Any,
+        half: Any,
+        pieces: list[Piece],
+        shape: Any,
+        run: Masked,
     ) -> Any:
         """Which elements of the tile whose columns are these pieces count; None if all do."""
+        # columns behind the unmasked run, which begins at the last row's interval, lie behind where any begins
+        lower = self.lower and (run == "before" or self.positions or self.halves)
         width = shape[1] // len(pieces)
         starts, before = _starts(pieces, shape), shape[1] - width
 
@@ -324,16 +342,20 @@ class Masks:
         conditions = []
         if self.halves:
             conditions.append(number() < chosen([(piece.halves >> half & 1) * shape[1] for piece in pieces]))
-        if self.lower or self.upper:
+        if lower or self.upper:
             if self.positions:
                 at, origin = column("column_positions"), 0
             elif len(pieces) == 1:
                 at, origin = number(), pieces[0].start
             else:
                 at, origin = number() + chosen(starts), 0
-            if self.lower:
+            if lower and self.upper:  # one comparison: what lies before the interval is far behind it, unsigned
+                past = at - across(rows["row_low"] - origin, shape, 0)
+                most = across(rows["row_high"] - rows["row_low"], shape, 0)
+                conditions.append(past.astype(jnp.uint32) <= most.astype(jnp.uint32))
+            elif lower:
                 conditions.append(at >= across(rows["row_low"] - origin, shape, 0))
-            if self.upper:
+            elif self.upper:
                 conditions.append(at <= across(rows["row_high"] - origin, shape, 0))
         if self.segments:
             conditions.append(across(rows["row_segments"], shape, 0) == column("column_segments"))
@@ -579,9 +601,11 @@ class Kernel:
         bits = reduce(operator.or_, (piece.halves for piece in self.pieces(refs, place, i)))
         return bits >> half & 1 != 0
 
-    def keep(self, refs: Any, rows: Any, place: tuple[Any, Any, Any], half: Any, i: Any, shape: tuple[int, int]) -> Any:
-        """Which elements of a masked tile count: those of a warpgroup's half of the rows, and of that block."""
-        return self.masks.keep(refs, rows, *place[:2], half, self.pieces(refs, place, i), shape)
+    def keep(
+        self, refs: Any, rows: Any, place: tuple[Any, Any, Any], half: Any, i: Any, shape: tuple[int, int], run: Masked
+    ) -> Any:
+        """Which elements of a masked tile count, of a warpgroup's half of the rows and that block; None if all do."""
+        return self.masks.keep(refs, rows, *place[:2], half, self.pieces(refs, place, i), shape, run) if run else None
 
 
 def _schedule_index(ref: Any, place: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -595,6 +619,24 @@ def _seen_from(band: Band, side: schedule.Side) -> Band:
     if side == "q":
         return band
     return Band(None if band.hi is None else -band.hi, None if band.lo is None else -band.lo)
+
+
+def _packed(call: Call) -> bool:
+    """Whether sequences lie one after another; chunks count their positions, which indices do not have."""
+    return "q_offsets" in call and call.spec.chunk is None
+
+
+def _packed_intervals(call: Call, side: schedule.Side, band: Band) -> tuple[jax.Array, jax.Array]:
+    """First and last column each row of packed sequences sees, (B|1, rows); the ends of a sequence are aligned."""
+    offsets = [call["q_offsets"], call["kv_offsets" if "kv_offsets" in call else "q_offsets"]]
+    (own, other), ids = offsets if side == "q" else offsets[::-1], call["q_segments" if side == "q" else "kv_segments"]
+    first, own_end, end = (
+        jnp.take_along_axis(x, jnp.maximum(ids, 0) + n, axis=1) for x, n in ((other, 0), (own, 1), (other, 1))
+    )
+    at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] - own_end + end
+    low = first if band.lo is None else jnp.maximum(first, at + band.lo)
+    high = end - 1 if band.hi is None else jnp.minimum(end - 1, at + band.hi)
+    return low, jnp.where(ids < 0, -1, high)  # padding sees nothing
 
 
 def _padded(x: jax.Array, tile: int, value: int, around: int = 0) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu_retry import attempts, decide, no_barriers, report_nans
+from ejkernel.kernels.softmax.mosaic_gpu_retry import attempts, decide, report_nans
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import ROW, Walk, zeros
 
 
@@ -18,9 +18,8 @@ def act(
     scratch: dict[str, Any],
     attempt: Callable[[Any], Any],
     registers: tuple[int, int] = (232, 40),
-    begin: Callable[..., None] = no_barriers,
 ) -> None:
-    """A warpgroup's part in a kernel: two or three compute, and one copies. `begin` is called before each attempt.
+    """A warpgroup's part in a kernel: two or three compute, and one copies.
 
     They share the register file: a thread's share of three warpgroups is 168, and 2 * 232 + 40 is 3 * 168; of four it
     is 128, and 3 * 160 + 32 is 4 * 128. Scrubbing spills with 40, and is rare.
@@ -30,7 +29,7 @@ def act(
         plgpu.set_max_registers(computing, action="increase")
     else:
         plgpu.set_max_registers(copying, action="decrease")
-    attempts(scratch, attempt, begin)
+    attempts(scratch, attempt)
 
 
 def compute_tiles(
@@ -87,20 +86,22 @@ def copy_tiles(
     walk: Walk,
     scratch: dict[str, Any],
     scrub: Any,
+    rings: dict[str, int],
     feed: Callable[[bool, Any, Any], Any],
-    drain: Callable[[Any], None],
     groups: int = 2,
     *,
     scrubs: bool = True,
 ) -> None:
     """The copying warpgroup's part: feed(careful, n, blocks so far) -> blocks so far fills the rings for the n-th tile.
 
-    drain(blocks) then waits until all slots are free, so that another attempt finds them so. Careful copies, which
-    scrub, have a loop of their own: what they need would be spilled in every other one. Without `scrubs` none are.
+    `rings` has the barriers of slots that became free, and how many slots a block takes. Careful copies, which scrub,
+    have a loop of their own: what they need would be spilled in every other one. Without `scrubs` none are.
     """
 
     def run(careful: bool) -> None:
-        drain(walk.loop(partial(feed, careful), jnp.int32(0)))
+        blocks = walk.loop(partial(feed, careful), jnp.int32(0))
+        for free, each in rings.items():
+            drain(scratch[free], blocks * each)
 
     if scrub is False or not scrubs:
         run(False)
@@ -110,8 +111,7 @@ def copy_tiles(
     decide(scratch, scrub, groups)
 
 
-def wait_all_free(scratch: dict[str, Any], rings: dict[str, int], blocks: Any) -> None:
-    """Wait until the slots of rings are free. `rings` has their barriers, and how many slots a block takes."""
-    for name, each in rings.items():
-        for slot in range(scratch[name].shape[0]):
-            pl.when(blocks * each > slot)(partial(plgpu.barrier_wait, scratch[name].at[slot]))
+def drain(free: Any, uses: Any) -> None:
+    """Wait until the slots of a ring that was used so often are free, so that another attempt finds them so."""
+    for slot in range(free.shape[0]):
+        pl.when(uses > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))

@@ -132,8 +132,7 @@ def _band_intervals(first: np.ndarray, last: np.ndarray, band: Band):
 
 def _chunk_intervals(first: np.ndarray, last: np.ndarray, chunk: int):
     some = (first // chunk * chunk, last // chunk * chunk + chunk - 1)
-    one = first // chunk == last // chunk
-    return some, (some[0], np.where(one, some[1], some[0] - 1))
+    return some, (last // chunk * chunk, first // chunk * chunk + chunk - 1)
 
 
 def _narrow(some: list[np.ndarray], every: list[np.ndarray], some_more: Any, every_more: Any) -> None:
