@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd, mosaic_gpu_bwd_fused, mosaic_gpu_fwd, triton
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import Runs, Walk, copied_bias
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import copied_bias
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Runs, Walk
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target, deterministic
@@ -202,7 +203,7 @@ def test_many_tiles_of_documents_are_put_in_order():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("B", "T", "H", "cores"),
-    [(2, 8192, 16, 132), (8, 2000, 16, 132), (1, 5000, 8, 132), (1, 16384, 5, 132), (1, 1100, 4, 3), (1, 640, 2, 1)],
+    [(2, 8192, 16, 132), (8, 2000, 16, 132), (1, 5120, 8, 132), (1, 16384, 5, 132), (1, 1100, 4, 3), (1, 640, 2, 1)],
 )
 def test_programs_share_the_tiles(B, T, H, cores, causal, side):
     """Every tile is somebody's, once, and where programs take several they have the same work."""
@@ -218,8 +219,9 @@ def test_programs_share_the_tiles(B, T, H, cores, causal, side):
     walks: list[Walk] = []
     jax.eval_shape(look, q)
     walk, unknown = walks
-    assert walk.single == ((B, T) == (1, 5000) or (causal and H % 2 == 1))
+    assert walk.single == ((B, T) == (1, 5120) and not causal)
     assert unknown.single and unknown.programs == B * H * tiles
+    walk = replace(walk, read=walk.order().get("order"))
 
     def mine(_):
         return jax.lax.fori_loop(0, walk.count(), lambda n, found: found.at[n].set(jnp.stack(walk.place(n))), empty)
@@ -233,7 +235,7 @@ def test_programs_share_the_tiles(B, T, H, cores, causal, side):
         blocks = np.arange(1, tiles + 1) if causal else np.ones(tiles)
         blocks = blocks[::-1] if side == "k" else blocks
         work = np.where(found[..., 0] >= 0, blocks[found[..., 2]], 0).sum(1)
-        assert work.max() - work.min() <= blocks[0] + blocks[-1]
+        assert work.max() <= (1.04 if B * H * tiles > 8 * cores else 1.12) * work.mean()
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
@@ -247,11 +249,11 @@ def test_programs_share_tiles_of_unknown_length(shape, side):
     heads = H if side == "q" else Hkv
     walk = Walk.of(B, heads, tiles, Runs(None, True, True, True), side, cores, ordered=True)
     assert walk.ordered and walk.programs == cores
-    order = walk.order(jnp.asarray(bounds))
+    walk = replace(walk, read=walk.order(jnp.asarray(bounds))["order"])
 
     def mine(_):
         def put(n, found):
-            return found.at[n].set(jnp.stack(walk.place(n, order)))
+            return found.at[n].set(jnp.stack(walk.place(n)))
 
         return jax.lax.fori_loop(0, walk.count(), put, jnp.full((walk.units // cores + 1, 3), -1))
 

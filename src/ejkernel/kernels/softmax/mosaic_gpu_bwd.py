@@ -42,7 +42,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     LOG2_E,
     ROW,
     WGMMA,
-    Masked,
     across,
     batch_index,
     launch,
@@ -53,6 +52,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     tile_ref,
     unknown,
 )
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Masked
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles, drain
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
@@ -169,7 +169,7 @@ class _QueryGradient(Gradient):
             return blocks + (row[3] - row[0]), [(dq, smem, dq_ref.at[b, own, h])]
 
         def compute(scrub) -> None:
-            compute_tiles(self.walk, scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
+            compute_tiles(self.walking(refs), scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
 
         pl.when(w < 2)(lambda: act("compute", scratch, compute))
         pl.when(w == 2)(lambda: act("copy", scratch, partial(self._copy, k_ref, v_ref, refs, scratch)))
@@ -202,7 +202,7 @@ class _QueryGradient(Gradient):
             return lax.fori_loop(row[0], row[3], copy, blocks)
 
         rings = {"free": 2} | ({"bias_free": 1} if self.bias_copied else {})
-        copy_tiles(self.walk, scratch, scrub, rings, feed)
+        copy_tiles(self.walking(refs), scratch, scrub, rings, feed)
 
     def _step(self, refs, scratch, dq_acc, w, place, before, rows, added, scrub) -> Callable[..., Any]:
         block, slots = self.config.dq_block_k, self.config.dq_slots
@@ -309,7 +309,7 @@ class _KeyGradient(QueryLoop):
             ]
 
         def compute(scrub) -> None:
-            compute_tiles(self.walk, scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
+            compute_tiles(self.walking(refs), scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
 
         pl.when(w < 2)(lambda: act("compute", scratch, compute))
         pl.when(w == 2)(
@@ -424,7 +424,7 @@ class _SplitKeyGradient(QueryLoop):
                 steps, gradient = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32))
                 return steps, [(gradient * factor, smem, target.at[b, pl.ds(i * 64, 64), h_kv])]
 
-            steps = compute_tiles(self.walk, scratch, index, scrub, fetch_own, work, apart=False)
+            steps = compute_tiles(self.walking(refs), scratch, index, scrub, fetch_own, work, apart=False)
             if index == 0:
                 drain(scratch["p_free"], steps)
 

@@ -31,13 +31,13 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     ROW,
     WGMMA,
-    Masked,
     across,
     batch_index,
     launch,
     load,
     unknown,
 )
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Masked
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles
 from ejkernel.ops import Call
 
@@ -142,7 +142,7 @@ class _Fused(QueryLoop):
             own = (b, pl.ds(start, 64), h_kv)
             return steps, [(dk * self.logits.factor, k_smem, dk_ref.at[own]), (dv, v_smem, dv_ref.at[own])]
 
-        compute_tiles(self.walk, scratch, w, scrub, fetch_own, work, apart=False)
+        compute_tiles(self.walking(refs), scratch, w, scrub, fetch_own, work, apart=False)
 
     def _own_flags(self, scratch, w) -> Any:
         return flags_of(scratch, 2 * self.config.dkv_stages + w, 64)

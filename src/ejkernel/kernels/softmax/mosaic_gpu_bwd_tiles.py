@@ -14,7 +14,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_retry import fetch, flags_of, retry_scr
 from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     COL,
     Kernel,
-    Masked,
     copy_parts,
     load,
     masked_block,
@@ -22,6 +21,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     unknown,
     zeros,
 )
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Masked
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import copy_tiles
 
 
@@ -157,7 +157,7 @@ class QueryLoop(Gradient):
             b, h_kv, i = self.place(refs, n)
             return self.over_heads(refs, b, h_kv, i, steps, partial(visit, b, i, careful))
 
-        copy_tiles(self.walk, scratch, scrub, {"free": 1}, feed)
+        copy_tiles(self.walking(refs), scratch, scrub, {"free": 1}, feed)
 
     def minus_log_sums(self, scratch, slot, masked: Masked, scrub) -> jax.Array:
         """Minus the base-2 log-sum-exp of a block's queries, nan for those whose query or dout was scrubbed."""

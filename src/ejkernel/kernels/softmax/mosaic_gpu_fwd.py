@@ -18,7 +18,6 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     ROW,
     WGMMA,
     Kernel,
-    Masked,
     across,
     batch_index,
     launch,
@@ -29,6 +28,7 @@ from ejkernel.kernels.softmax.mosaic_gpu_tiles import (
     unknown,
     zeros,
 )
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Masked
 from ejkernel.kernels.softmax.mosaic_gpu_warpgroups import act, compute_tiles, copy_tiles
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
@@ -150,7 +150,7 @@ class _Forward(Kernel):
             return lax.fori_loop(row[0], row[3], block, blocks)
 
         rings = {"k_free": 1, "v_free": 1}
-        copy_tiles(self.walk, scratch, scrub, rings, feed, self.groups, scrubs=self.masks.mixed)
+        copy_tiles(self.walking(refs), scratch, scrub, rings, feed, self.groups, scrubs=self.masks.mixed)
 
     def _compute(self, q_ref, refs, out_ref, lse_ref, scratch, w, scrub) -> None:
         apart = results_apart(self.dims.D)
@@ -180,7 +180,7 @@ class _Forward(Kernel):
                 (lse, scratch["lse_smem"].at[w], lse_ref.at[b, h, own]),
             ]
 
-        compute_tiles(self.walk, scratch, w, scrub, fetch_queries, work, apart=apart)
+        compute_tiles(self.walking(refs), scratch, w, scrub, fetch_queries, work, apart=apart)
 
     def _steps(self, row, step, carry) -> Any:
         """carry after all blocks of a row but its first."""
@@ -323,7 +323,7 @@ class _Forward(Kernel):
         rest = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
         carry = self._steps(rest, step, carry)
         if self.turns:  # and the last one's last goes to nobody
-            end = jnp.logical_and(w == 0, n == self.walk.count() - 1)
+            end = jnp.logical_and(w == 0, n == self.walking(refs).count() - 1)
             pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
         return once(lax.max(jnp.int32(hi - 1), jnp.int32(lo)), last, carry)[:3]
 

@@ -3,13 +3,12 @@
 import inspect
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE, Piece, entries, tile_sizes
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Masked, Runs, Walk, schedule_index
 from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
 from ejkernel.ops import Call, apart
 
@@ -33,9 +33,6 @@ _LOAD_INDEX = ((),) if _index is not None and _index.default is inspect.Paramete
 
 # an array of (batch, head, row, column) is the same for all rows, for all columns, or for neither; or there is none
 Extent = Literal["", "tile", "row", "column"]
-
-# where a block of a schedule row lies: in the unmasked run, or in the masked one before or after it
-Masked = Literal["", "before", "after"]
 
 
 @dataclass(frozen=True)
@@ -60,162 +57,6 @@ class Logits:
         if self.factor <= 0.0:
             return logits * (self.factor * LOG2_E), 1.0, None
         return logits, self.factor * LOG2_E, None
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The schedule of a kernel: one row of constants, or none where it reads bounds, and which runs can exist.
-
-    A run is one of blocks, or of places in a list of them (`listed`).
-    Nothing traced is kept here: JAX holds on to the body of a kernel, and so to all that it refers to.
-    """
-
-    constant: tuple[int, ...] | None
-    before: bool
-    inner: bool
-    after: bool
-    static: np.ndarray | None = None
-    listed: bool = False
-
-    @classmethod
-    def of(cls, call: Call, block_q: int, block_k: int, side: schedule.Side) -> "Runs":
-        if "pattern" in call or "mask" in call:
-            return cls(None, False, True, True, listed=True)
-        bounds = schedule.plan(call, block_q, block_k, side).bounds  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(bounds, np.ndarray):
-            return cls(None, True, True, True)
-        lo, full_lo, full_hi, hi = np.moveaxis(bounds, -1, 0)
-        present = bool((full_lo > lo).any()), bool((full_hi > full_lo).any()), bool((hi > full_hi).any())
-        rows = np.unique(bounds.reshape(-1, 4), axis=0)
-        # with a masked tail the bounds stay variables: with constants such a call was seen to take half as long again
-        if len(rows) == 1 and not (present[0] or present[2]):
-            return cls(tuple(int(x) for x in rows[0]), *present)
-        return cls(None, *present, bounds)
-
-    @property
-    def masked(self) -> bool:
-        return self.before or self.after
-
-    @property
-    def never_empty(self) -> bool:
-        """Whether every row is known to visit a block."""
-        if self.constant is not None:
-            return self.constant[3] > self.constant[0]
-        return self.static is not None and bool((self.static[..., 3] > self.static[..., 0]).all())
-
-    @property
-    def pairs_alike(self) -> bool:
-        """Whether tiles i and n - 1 - i of a head are together the same work for all i, as under a causal mask."""
-        if self.constant is not None:
-            return True
-        if self.static is None or self.static.shape[:2] != (1, 1):
-            return False
-        blocks = self.static[0, 0, :, 3] - self.static[0, 0, :, 0]
-        pairs = blocks + blocks[::-1]
-        return bool(pairs.max() <= 1.05 * pairs.mean())
-
-    def row(self, refs: dict[str, Any], b: Any, h: Any, i: Any) -> tuple[Any, ...]:
-        """Visit from, unmasked from, unmasked to, visit to."""
-        if self.constant is not None:
-            return self.constant
-        ref = refs["bounds"]
-        at = _schedule_index(ref, (b, h, i))
-        return ref[*at, 0], ref[*at, 1], ref[*at, 2], ref[*at, 3]
-
-    def loop(self, row: tuple[Any, ...], step: Callable[..., Any], carry: Any) -> Any:
-        """carry after step(i, carry, masked=...) over all visited blocks in order."""
-        lo, full_lo, full_hi, hi = row
-        for exists, first, last, masked in (
-            (self.before, lo, full_lo, "before"),
-            (self.inner, full_lo, full_hi, ""),
-            (self.after, full_hi, hi, "after"),
-        ):
-            if exists:
-                carry = lax.fori_loop(first, last, lambda i, c, m=masked: step(i, c, masked=m), carry)
-        return carry
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Which tiles a program computes, one after another.
-
-    Where there are many tiles, as many programs as the device has cores share them: what starts and ends a tile then
-    hides behind the work of its neighbours. Each takes every `programs`-th tile, so that programs that run together
-    read the same keys. Such a fixed deal is fair if the tiles are alike, or alike in pairs (then a program takes a tile
-    of one head together with its mirror image of the next), and if they go round without much left over. Where only the
-    device knows how much a tile visits, it puts them in an order, the longest first (`ordered`), and neighbours in it
-    are alike. Otherwise every tile has a program, and the hardware deals.
-    """
-
-    tiles: int
-    heads: int
-    units: int
-    programs: int
-    paired: bool
-    reverse: bool
-    ordered: bool = False
-
-    @classmethod
-    def of(
-        cls, batch: int, heads: int, tiles: int, runs: Runs, side: schedule.Side, cores: int, ordered: bool = False
-    ) -> "Walk":
-        count, alike = batch * heads * tiles, runs.constant is not None
-        if ordered and not alike and runs.static is None and 0 < cores < count:
-            return cls(tiles, heads, count, cores, False, False, ordered=True)
-        paired = not alike and runs.pairs_alike and batch * heads % 2 == 0
-        units = count // 2 if paired else count
-        rounds = -(-units // cores) if cores else 0
-        # under a causal mask the last queries and the first keys work longest, and should start first
-        reverse = side == "q" and not alike
-        if (alike or paired) and rounds > 1 and units >= 0.95 * rounds * cores:
-            return cls(tiles, heads, units, cores, paired, reverse)
-        return cls(tiles, heads, count, count, False, reverse)
-
-    @property
-    def single(self) -> bool:
-        return self.programs == self.units
-
-    def count(self) -> Any:
-        """Tiles of this program."""
-        if self.single:
-            return 1
-        turns = lax.div(self.units - 1 - lax.axis_index("program"), jnp.int32(self.programs)) + 1
-        return 2 * turns if self.paired else turns
-
-    def order(self, bounds: jax.Array) -> jax.Array:
-        """The numbers of all tiles, int32 (units,), those with the most blocks first; bounds (B|1, H|1, tiles, 4).
-
-        Tiles with the same row of bounds, which are of different batches or heads, stay together.
-        """
-        blocks = bounds[..., 3] - bounds[..., 0]
-        if blocks.shape[1] > self.heads:  # a tile of keys is visited by all heads of a group
-            blocks = blocks.reshape(blocks.shape[0], self.heads, -1, self.tiles).sum(2, dtype=jnp.int32)
-        batch = self.units // (self.heads * self.tiles)
-        rows = jnp.argsort(-blocks.reshape(-1), stable=True).astype(jnp.int32)[:, None, None]
-        tile, row = rows % self.tiles, rows // self.tiles
-        b, h = row // blocks.shape[1], row % blocks.shape[1]
-        b += jnp.arange(batch // blocks.shape[0], dtype=jnp.int32)[:, None]
-        h += jnp.arange(self.heads // blocks.shape[1], dtype=jnp.int32)
-        return ((b * self.heads + h) * self.tiles + tile).reshape(-1)
-
-    def place(self, n: Any, order: Any = None) -> tuple[Any, Any, Any]:
-        """Batch, head and tile of this program's n-th tile."""
-        unit = lax.axis_index("program")
-        if not self.single:
-            unit += (lax.div(n, jnp.int32(2)) if self.paired else n) * self.programs
-        if self.ordered:
-            unit = order[unit]
-        head, tile = lax.div(unit, jnp.int32(self.tiles)), lax.rem(unit, jnp.int32(self.tiles))
-        if self.reverse:
-            tile = self.tiles - 1 - tile
-        if self.paired:
-            second = lax.rem(n, jnp.int32(2))
-            head, tile = 2 * head + second, jnp.where(second == 1, self.tiles - 1 - tile, tile)
-        return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
-
-    def loop(self, tile: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """carry after tile(n, carry) for all tiles of this program."""
-        return tile(jnp.int32(0), carry) if self.single else lax.fori_loop(0, self.count(), tile, carry)
 
 
 @dataclass(frozen=True)
@@ -490,7 +331,7 @@ class Kernel:
         else:
             planned: Any = schedule.plan(call, *tile_sizes(self.side, self.rows, self.block), self.side)
             found["bounds"] = jnp.asarray(planned.bounds)
-        return found | ({"order": self.walk.order(found["bounds"])} if self.walk.ordered else {})
+        return found | self.walk.order(found["bounds"])
 
     def bias_scratch(self, stages: int) -> dict[str, Any]:
         """A bias that is copied: tiles, a half of each for each compute warpgroup, or columns' numbers."""
@@ -573,22 +414,26 @@ class Kernel:
         """Pieces of a block."""
         return self.block // PIECE if self.runs.listed else 1
 
+    def walking(self, refs: dict[str, Any]) -> Walk:
+        """The walk as a kernel does it."""
+        return replace(self.walk, read=refs.get("order"))
+
     def place(self, refs: dict[str, Any], n: Any) -> tuple[Any, Any, Any]:
         """Batch, head of the side, and number of this program's n-th tile."""
-        return self.walk.place(n, refs.get("order"))
+        return self.walking(refs).place(n)
 
     def start(self, refs: dict[str, Any], place: tuple[Any, Any, Any], half: Any) -> Any:
         """The first row of a half of the tile at this batch, head of the side, and number."""
         if not (self.runs.listed and self.alike):
             return place[2] * self.rows + half * 64
-        return refs["rows"][*_schedule_index(refs["rows"], place), half] * PIECE  # Mosaic must see what divides it
+        return refs["rows"][*schedule_index(refs["rows"], place), half] * PIECE  # Mosaic must see what divides it
 
     def pieces(self, refs: dict[str, Any], place: tuple[Any, Any, Any], i: Any) -> list[Piece]:
         """What the i-th block of the schedule row of this batch, head and tile is made of."""
         if not self.runs.listed:
             return [Piece(i * self.block)]
         ref = refs["entries"]
-        at = _schedule_index(ref, place)
+        at = schedule_index(ref, place)
         found = [ref[*at, i * self.parts + n] for n in range(self.parts)]
         return [Piece(entry & -PIECE, entry) for entry in found]
 
@@ -606,12 +451,6 @@ class Kernel:
     ) -> Any:
         """Which elements of a masked tile count, of a warpgroup's half of the rows and that block; None if all do."""
         return self.masks.keep(refs, rows, *place[:2], half, self.pieces(refs, place, i), shape, run) if run else None
-
-
-def _schedule_index(ref: Any, place: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Where the row of a batch, head and tile lies in an array of the schedule, which may broadcast."""
-    (Bs, Hs, _, _), (b, h, i) = ref.shape, place
-    return b if Bs > 1 else 0, h if Hs > 1 else 0, i
 
 
 def _seen_from(band: Band, side: schedule.Side) -> Band:

@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.softmax.mosaic_gpu_retry import attempts, decide, report_nans
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import ROW, Walk, zeros
+from ejkernel.kernels.softmax.mosaic_gpu_tiles import ROW, zeros
+from ejkernel.kernels.softmax.mosaic_gpu_walk import Walk
 
 
 def act(
