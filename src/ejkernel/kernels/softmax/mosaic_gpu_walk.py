@@ -1,7 +1,6 @@
 """Which tiles a program of a Mosaic GPU kernel computes, and which blocks a tile visits."""
 
 import heapq
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from ejkernel.ops import Call
 # where a block of a schedule row lies: in the unmasked run, or in the masked one before or after it
 Masked = Literal["", "before", "after"]
 
-# more tiles than these are the hardware's to deal: it takes about a microsecond for each
+# more tiles than these are the hardware's to deal
 _MOST_DEALT = 2**16
 
 
@@ -184,24 +183,26 @@ class Walk:
 def deal(blocks: np.ndarray, heads: int, cores: int) -> np.ndarray:
     """The tiles of each core, int32 (cores, 1 + most): how many, and which; `blocks` says what a tile of a head visits.
 
-    Each goes to the core that has least to do. Heads come as many at a time as there are cores for, since the cache
-    holds the keys of few; of these the longest tiles come first. The last heads, of half as many tiles more, come
-    together, so that short ones are left for the end.
+    In whole rounds a core takes a tile of one head and its mirror image of the next: together these are the same work
+    under a causal mask, and cores that run together read the same keys. What is left of one or two rounds goes, the
+    longest first, to whoever has least to do.
     """
-    tiles = len(blocks)
-    longest, few = np.argsort(-blocks, kind="stable"), max(1, cores // tiles)
-    last = max(0, heads - -(-3 * cores // (2 * tiles)))
-    starts = [*range(0, last, few), last, heads]
-    order = [np.arange(*ends) * tiles + longest[:, None] for ends in itertools.pairwise(starts)]
-    loads, dealt = [(0, core) for core in range(cores)], [[] for _ in range(cores)]
-    work = (blocks + 1).tolist()  # what begins and ends a tile counts as a block
-    for unit in np.concatenate([part.reshape(-1) for part in order]).tolist():
+    tiles, work = len(blocks), blocks + 1  # what begins and ends a tile counts as a block
+    rounds = max(0, heads // 2 * tiles // cores - 1)
+    pair, tile = np.divmod(np.arange(rounds * cores), tiles)
+    pairs = np.stack([2 * pair * tiles + tile, (2 * pair + 2) * tiles - 1 - tile], -1)
+    dealt = pairs.reshape(rounds, cores, 2).swapaxes(0, 1).reshape(cores, -1)
+    loads = [(int(work[units % tiles].sum()), core) for core, units in enumerate(dealt)]
+    heapq.heapify(loads)
+    rest, more = np.setdiff1d(np.arange(heads * tiles), dealt), [[] for _ in range(cores)]
+    for unit in rest[np.argsort(-work[rest % tiles], kind="stable")].tolist():
         load, core = loads[0]
-        dealt[core].append(unit)
-        heapq.heapreplace(loads, (load + work[unit % tiles], core))
-    found = np.zeros((cores, 1 + max(map(len, dealt))), np.int32)
-    for row, units in zip(found, dealt, strict=True):
-        row[: 1 + len(units)] = len(units), *units
+        more[core].append(unit)
+        heapq.heapreplace(loads, (load + int(work[unit % tiles]), core))
+    found = np.zeros((cores, 1 + dealt.shape[1] + max(map(len, more))), np.int32)
+    for row, units, others in zip(found, dealt, more, strict=True):
+        row[0] = len(units) + len(others)
+        row[1 : 1 + row[0]] = *units, *others
     return found
 
 
