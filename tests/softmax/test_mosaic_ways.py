@@ -69,18 +69,24 @@ def outgrown(growth: float, arrays):
     return arrays | {"key": arrays["key"] * grown.astype(jnp.bfloat16)[:, None, None]}
 
 
-def one_beyond(excess: float, arrays):
-    """One key whose logit is so much (base 2), all others' 0: sums close to the largest float32, and beyond."""
-    D = arrays["query"].shape[3]
+def beyond(excess: dict[int, float], sink: float, arrays):
+    """Keys whose logits are so much (base 2), all others' 0: sums close to the largest float32, and beyond."""
+    D = arrays["query"].shape[-1]
     first = jnp.arange(D) == 0
-    query = jnp.where(first, D**0.5, jnp.zeros_like(arrays["query"]))
-    own = (jnp.arange(arrays["key"].shape[1]) == 500)[:, None, None] & first
-    key = jnp.where(own, excess * math.log(2.0), jnp.zeros_like(arrays["key"]))
-    return arrays | {"query": query.astype(jnp.bfloat16), "key": key.astype(jnp.bfloat16)}
+    query, key = (jnp.zeros_like(arrays[name]) for name in ("query", "key"))
+    query = jnp.where(first, jnp.asarray(D**0.5, query.dtype), query)
+    for at, logit in excess.items():
+        key = key.at[..., at, :, 0].set(logit * math.log(2.0))
+    changed = arrays | {"query": query, "key": key}
+    if "softmax_aux" in arrays:
+        changed["softmax_aux"] = jnp.full_like(arrays["softmax_aux"], sink * math.log(2.0))
+    return changed
 
 
 BEYOND = {f"grown-{growth}": partial(outgrown, growth) for growth in (12.0, 40.0, 1e4)}
-BEYOND |= {f"one-{excess}": partial(one_beyond, excess) for excess in (126.5, 127.5, 140.0)}
+BEYOND |= {f"one-{excess}": partial(beyond, {500: excess}, 0.0) for excess in (126.5, 127.5, 140.0)}
+# rows from 640 on see the first of the keys in an unmasked block, and the other in a masked one behind it
+PASSED = {f"{a}-{b}": partial(beyond, {300: a, 645: b}, b) for a, b in ((60.0, 127.0), (124.0, 126.5), (127.0, 127.5))}
 
 
 @pytest.mark.gpu
@@ -91,6 +97,21 @@ def test_logits_far_beyond_those_of_the_first_block(D, causal):
     platform = next(p for p in PLATFORMS if (p.name, p.device) == ("pallas", "gpu"))
     ours = jax.jit(partial(call_case, case, platform))
     naive, exact = (jax.jit(partial(definition, case, dtype=dtype)) for dtype in (jnp.bfloat16, jnp.float32))
-    for how, beyond in BEYOND.items():
-        arrays = beyond(case.arrays())
+    for how, changed in BEYOND.items():
+        arrays = changed(case.arrays())
+        assert_close(ours(arrays), exact(arrays), naive(arrays), f"{how}: output")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["window", "packed", "sinks"])
+def test_maxima_that_follow_far_logits(mask):
+    """What was summed beside maxima of before is not lost where later ones pass these by far."""
+    options = {"causal": True} | ({"sliding_window": 600} if mask == "window" else {})
+    case = Case("passed", B=1, T=700, D=128, dtype="bfloat16", sinks="H" if mask == "sinks" else "", options=options)
+    case = replace(case, cum_q=(0, 20, 700)) if mask == "packed" else case
+    platform = next(p for p in PLATFORMS if (p.name, p.device) == ("pallas", "gpu"))
+    ours = jax.jit(partial(call_case, case, platform))
+    naive, exact = (jax.jit(partial(definition, case, dtype=dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    for how, changed in PASSED.items():
+        arrays = changed(case.arrays())
         assert_close(ours(arrays), exact(arrays), naive(arrays), f"{how}: output")

@@ -41,6 +41,8 @@ FLOOR = -3e38
 COLUMNS = 8
 # Sums beyond this are no result, and call for another attempt: their inverse may be too small for a number.
 MOST = 2.0**125
+# So do sums beyond this that are to be scaled to a later maximum: the scale would be 0 for what is not small beside it.
+MOST_TO_SCALE = 2.0**64
 # By how much (base 2) logits may pass the running maximum before sums are scaled to a new one: weights are up to 2^8.
 SLACK = 8.0
 
@@ -82,8 +84,8 @@ class _Forward(Kernel):
         """Whether the maxima of a row's first blocks serve for others, in a first attempt.
 
         Weights are too large for their sums only if a logit passes those maxima by far (base 2: by 125, less the
-        logarithm of how many do and of their values): the result is then nan, and computed again with maxima as they
-        should be. So they do not serve before every row has seen something.
+        logarithm of how many do and of their values, or by 64 where other maxima follow): the result is then nan, and
+        computed again with maxima as they should be. So they do not serve before every row has seen something.
         """
         return self.bias_extent == "" and bool(self.dtype == jnp.bfloat16)
 
@@ -197,6 +199,9 @@ class _Forward(Kernel):
         for exists, first, last, masked, hopeful in runs:
             if exists:
                 carry = lax.fori_loop(first, last, partial(step, masked=masked, hopeful=hopeful), carry)
+            if hopeful:
+                acc, m, l, p = carry
+                carry = acc, m, _to_scale(l), p
         return carry
 
     def _with_sinks(self, refs, b, h, m, l) -> tuple[jax.Array, jax.Array, jax.Array | float]:
@@ -209,7 +214,7 @@ class _Forward(Kernel):
         sink = refs["sinks"][batch_index(refs["sinks"], b), h] * LOG2_E
         top = jnp.maximum(m, sink)
         decay = jnp.exp2(m - top)
-        return top, l * decay + jnp.exp2(sink - top), decay
+        return top, _to_scale(l) * decay + jnp.exp2(sink - top), decay
 
     def _maxima(self, x, factor, m) -> tuple[jax.Array, jax.Array]:
         """New maxima of logits x * factor and of all before them, and what sums beside the old ones are worth."""
@@ -326,6 +331,11 @@ class _Forward(Kernel):
             end = jnp.logical_and(w == 0, n == self.walking(refs).count() - 1)
             pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
         return once(lax.max(jnp.int32(hi - 1), jnp.int32(lo)), last, carry)[:3]
+
+
+def _to_scale(l: jax.Array) -> jax.Array:
+    """Sums of weights that may be scaled to a later maximum; nan for those beside whose own that is none."""
+    return jnp.where(l > MOST_TO_SCALE, jnp.nan, l)
 
 
 def _by_columns(join: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -96,14 +96,14 @@ def row_max(x: jax.Array) -> jax.Array:
 
 
 def inline(arguments: tuple[Any, ...], result: Any = None) -> Any:
-    """A decorator of what writes instructions; `arguments` are layouts of arrays, and types of references."""
+    """A decorator of what writes instructions; `arguments` are layouts of arrays."""
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
 
-def asm(result: str, ptx: str, operands: list[Any], kind: str = "f") -> Any:
-    """PTX whose first operands are what it yields, and the others float32, or as `kind` says: "r" is 32 bits."""
+def asm(result: str, ptx: str, operands: list[Any]) -> Any:
+    """PTX whose first operands are what it yields, and the others float32."""
     outputs = {"!llvm.void": "", "!llvm.struct<(f32, f32)>": "=&f,=&f,", "i32": "=r,"}[result]
-    inputs = ",".join(kind * len(operands))
+    inputs = ",".join("f" * len(operands))
     return llvm.inline_asm(ir.Type.parse(result), operands, f"{{ {ptx} }}", outputs + inputs, has_side_effects=True)
 
 

@@ -106,7 +106,7 @@ class Masks:
         lengths = (dims.T, dims.S) if side == "q" else (dims.S, dims.T)
         if self.lower or self.upper:
             low, high = self._intervals(call, side, dims)
-            none = low > high  # but no interval ends before it begins: see `keep`
+            none = low > high  # `keep` wants the ends of an interval in order: of an empty one both are far off
             low, high = (jnp.where(none, -(2**30), x) for x in (low, high))
             found["row_low"], found["row_high"] = (_padded(x, row_tile, 0) for x in (low, high))
         if self.segments:
@@ -461,8 +461,8 @@ def _seen_from(band: Band, side: schedule.Side) -> Band:
 
 
 def _packed(call: Call) -> bool:
-    """Whether sequences lie one after another; chunks count their positions, which indices do not have."""
-    return "q_offsets" in call and call.spec.chunk is None
+    """Whether sequences lie one after another, and nothing else hides a column but a band."""
+    return "q_offsets" in call
 
 
 def _packed_intervals(call: Call, side: schedule.Side, band: Band) -> tuple[jax.Array, jax.Array]:

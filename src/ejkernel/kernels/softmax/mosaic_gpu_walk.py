@@ -16,7 +16,7 @@ from ejkernel.ops import Call
 # where a block of a schedule row lies: in the unmasked run, or in the masked one before or after it
 Masked = Literal["", "before", "after"]
 
-# more tiles than these are the hardware's to deal
+# more tiles than these are the hardware's to deal: it takes some microseconds for each, in every trace
 _MOST_DEALT = 2**16
 
 
@@ -63,7 +63,7 @@ class Runs:
 
     @property
     def blocks(self) -> np.ndarray | None:
-        """How many each tile of a head visits, where they differ, and the same for all heads; else None."""
+        """How many each tile of a head visits, where that is known, no constant, and the same for all heads."""
         if self.static is None or self.static.shape[:2] != (1, 1):
             return None
         return self.static[0, 0, :, 3] - self.static[0, 0, :, 0]
@@ -183,12 +183,13 @@ class Walk:
 def deal(blocks: np.ndarray, heads: int, cores: int) -> np.ndarray:
     """The tiles of each core, int32 (cores, 1 + most): how many, and which; `blocks` says what a tile of a head visits.
 
-    In whole rounds a core takes a tile of one head and its mirror image of the next: together these are the same work
-    under a causal mask, and cores that run together read the same keys. What is left of one or two rounds goes, the
-    longest first, to whoever has least to do.
+    In whole rounds a core takes a tile of one head and its mirror image of the next, where these are together the same
+    work, as under a causal mask: cores that run together then read the same keys. What is left, of at least a round,
+    goes to whoever has least to do, the longest first.
     """
     tiles, work = len(blocks), blocks + 1  # what begins and ends a tile counts as a block
-    rounds = max(0, heads // 2 * tiles // cores - 1)
+    images = work + work[::-1]
+    rounds = max(0, heads // 2 * tiles // cores - 1) if images.max() <= 1.05 * images.mean() else 0
     pair, tile = np.divmod(np.arange(rounds * cores), tiles)
     pairs = np.stack([2 * pair * tiles + tile, (2 * pair + 2) * tiles - 1 - tile], -1)
     dealt = pairs.reshape(rounds, cores, 2).swapaxes(0, 1).reshape(cores, -1)

@@ -102,6 +102,8 @@ def example(call: Call) -> Arrays:
     """A call like this one in which nothing is padding and every position is the token's own."""
     positions = {name: call[name] for name in ("q_positions", "kv_positions") if name in call}
     counted = {n: jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape) for n, x in positions.items()}
+    if "q_offsets" in call and counted:  # the ends of a sequence's queries and keys are aligned
+        counted["q_positions"] += call["key"].shape[1] - call["query"].shape[1]
     lengths = {"q_offsets": call["query"].shape[1], "kv_offsets": call["key"].shape[1]}
     # one sequence of all tokens, as the segments say, and empty ones
     packed = {n: jnp.full(call[n].shape, size, jnp.int32).at[:, 0].set(0) for n, size in lengths.items() if n in call}
