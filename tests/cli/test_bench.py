@@ -646,12 +646,12 @@ def test_a_few_of_those_measured_are_shown():
     assert result.exit_code == 0 and "ejkernel pallas" in result.output and "fa4-jax" in result.output
     assert "tokamax" not in result.output.split("sm_90")[0]  # what follows names the versions
     result = run("show", kept, "--contender", "abacus")
-    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel pallas" in said(result)
+    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)
 
 
 def test_runs_of_one_device_are_shown_as_one(tmp_path):
     kept = Path(__file__).parents[2] / "benchmarks"
-    both = [kept / f"{name}_nvidia_h200.json" for name in ("model", "softmax")]
+    both = [kept / f"{name}_nvidia_h200.json" for name in ("model", "softmax_tokamax")]
     result = run("show", *map(str, both), "--case", "16 documents|documents 16", "--plot", str(tmp_path / "both.svg"))
     assert result.exit_code == 0
     picture = (tmp_path / "both.svg").read_text()

@@ -62,7 +62,7 @@ class Config:
             has `dkv_stages`, and blocks of 64 queries, at head dim 64 of 128.
         semantics: which of Mosaic's two lowerings to use for the forward.
         bwd_semantics: and for the backward.
-        persistent: as many programs as cores, where a fixed deal of tiles is fair.
+        persistent: as many programs as cores, where there are more tiles.
         ordered: and where only the device knows how much a tile visits, a deal of tiles in order, the longest first.
     """
 

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels of softmax attention share: schedule rows, element masks, copies, launching."""
+"""What the Mosaic GPU kernels of softmax attention share: element masks, biases, copies, launching."""
 
 import inspect
 import operator
@@ -160,7 +160,7 @@ class Masks:
         run: Masked,
     ) -> Any:
         """Which elements of the tile whose columns are these pieces count; None if all do."""
-        # columns behind the unmasked run, which begins at the last row's interval, lie behind where any begins
+        # the unmasked run does not begin before the last row's interval: behind it, no column lies before a row's
         lower = self.lower and (run == "before" or self.positions or self.halves)
         width = shape[1] // len(pieces)
         starts, before = _starts(pieces, shape), shape[1] - width
