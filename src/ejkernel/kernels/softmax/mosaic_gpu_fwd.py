@@ -188,20 +188,14 @@ class _Forward(Kernel):
         """carry after all blocks of a row but its first."""
         if self.all_see_first or not self.hopeful:
             return self.runs.loop(row, partial(step, hopeful=self.hopeful), carry)
-        lo, full_lo, full_hi, hi = row
-        shown = jnp.minimum(full_lo + 1, full_hi)  # a block without a mask shows all rows something
-        runs = (
-            (self.runs.before, lo, full_lo, "before", False),
-            (self.runs.inner, full_lo, shown, "", False),
-            (self.runs.inner, shown, full_hi, "", True),
-            (self.runs.after, full_hi, hi, "after", False),
-        )
-        for exists, first, last, masked, hopeful in runs:
-            if exists:
-                carry = lax.fori_loop(first, last, partial(step, masked=masked, hopeful=hopeful), carry)
-            if hopeful:
-                acc, m, l, p = carry
-                carry = acc, m, _to_scale(l), p
+        for first, last, masked in self.runs.parts(row):
+            if masked:
+                carry = lax.fori_loop(first, last, partial(step, masked=masked, hopeful=False), carry)
+                continue
+            shown = jnp.minimum(first + 1, last)  # a block without a mask shows all rows something
+            carry = lax.fori_loop(first, shown, partial(step, masked=masked, hopeful=False), carry)
+            acc, m, l, p = lax.fori_loop(shown, last, partial(step, masked=masked, hopeful=True), carry)
+            carry = acc, m, _to_scale(l), p
         return carry
 
     def _with_sinks(self, refs, b, h, m, l) -> tuple[jax.Array, jax.Array, jax.Array | float]:

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -76,16 +77,16 @@ class Runs:
         at = schedule_index(ref, (b, h, i))
         return ref[*at, 0], ref[*at, 1], ref[*at, 2], ref[*at, 3]
 
+    def parts(self, row: tuple[Any, ...]) -> list[tuple[Any, Any, Masked]]:
+        """The runs that can exist, in order: from, to, and whether masked."""
+        lo, full_lo, full_hi, hi = row
+        found: list[tuple[Any, Any, Masked]] = [(lo, full_lo, "before"), (full_lo, full_hi, ""), (full_hi, hi, "after")]
+        return [run for run, exists in zip(found, (self.before, self.inner, self.after), strict=True) if exists]
+
     def loop(self, row: tuple[Any, ...], step: Callable[..., Any], carry: Any) -> Any:
         """carry after step(i, carry, masked=...) over all visited blocks in order."""
-        lo, full_lo, full_hi, hi = row
-        for exists, first, last, masked in (
-            (self.before, lo, full_lo, "before"),
-            (self.inner, full_lo, full_hi, ""),
-            (self.after, full_hi, hi, "after"),
-        ):
-            if exists:
-                carry = lax.fori_loop(first, last, lambda i, c, m=masked: step(i, c, masked=m), carry)
+        for first, last, masked in self.parts(row):
+            carry = lax.fori_loop(first, last, partial(step, masked=masked), carry)
         return carry
 
 
