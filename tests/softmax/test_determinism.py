@@ -32,8 +32,8 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_ten_runs_give_the_same_bits(case, native):
-    if native.device != "cpu":  # enough programs to race
-        case = replace(case, B=4, T=2000, H=4 * case.H, Hkv=4 * (case.Hkv or case.H))
+    if native.device != "cpu":  # enough programs to race; XLA's loop takes minutes with the tiles of a short case
+        case = replace(case, B=4, T=2000, H=4 * case.H, Hkv=4 * (case.Hkv or case.H), tiles=(256, 128))
     if reasons := refusals(case, native):
         check_refusal(case, native, reasons)
         return

@@ -184,27 +184,21 @@ class Walk:
 def deal(blocks: np.ndarray, heads: int, cores: int) -> np.ndarray:
     """The tiles of each core, int32 (cores, 1 + most): how many, and which; `blocks` says what a tile of a head visits.
 
-    In whole rounds a core takes a tile of one head and its mirror image of the next, where these are together the same
-    work, as under a causal mask: cores that run together then read the same keys. What is left, of at least a round,
-    goes to whoever has least to do, the longest first.
+    Each goes to the core that has least to do: a few heads at a time, since the cache holds the keys of few, and of
+    these the longest tiles first. The last heads come together, so that short ones are left for the end.
     """
-    tiles, work = len(blocks), blocks + 1  # what begins and ends a tile counts as a block
-    images = work + work[::-1]
-    rounds = max(0, heads // 2 * tiles // cores - 1) if images.max() <= 1.05 * images.mean() else 0
-    pair, tile = np.divmod(np.arange(rounds * cores), tiles)
-    pairs = np.stack([2 * pair * tiles + tile, (2 * pair + 2) * tiles - 1 - tile], -1)
-    dealt = pairs.reshape(rounds, cores, 2).swapaxes(0, 1).reshape(cores, -1)
-    loads = [(int(work[units % tiles].sum()), core) for core, units in enumerate(dealt)]
-    heapq.heapify(loads)
-    rest, more = np.setdiff1d(np.arange(heads * tiles), dealt), [[] for _ in range(cores)]
-    for unit in rest[np.argsort(-work[rest % tiles], kind="stable")].tolist():
+    tiles = len(blocks)
+    work, few = blocks + 1, max(1, cores // tiles)  # what begins and ends a tile counts as a block
+    last = heads - -(-3 * cores // (2 * tiles))
+    tile, head = np.tile(np.arange(tiles), heads), np.repeat(np.arange(heads), tiles)
+    loads, dealt = [(0, core) for core in range(cores)], [[] for _ in range(cores)]
+    for unit in np.lexsort((-work[tile], np.where(head < last, head // few, heads))).tolist():
         load, core = loads[0]
-        more[core].append(unit)
+        dealt[core].append(unit)
         heapq.heapreplace(loads, (load + int(work[unit % tiles]), core))
-    found = np.zeros((cores, 1 + dealt.shape[1] + max(map(len, more))), np.int32)
-    for row, units, others in zip(found, dealt, more, strict=True):
-        row[0] = len(units) + len(others)
-        row[1 : 1 + row[0]] = *units, *others
+    found = np.zeros((cores, 1 + max(map(len, dealt))), np.int32)
+    for row, units in zip(found, dealt, strict=True):
+        row[: 1 + len(units)] = len(units), *units
     return found
 
 
