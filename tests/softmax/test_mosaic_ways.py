@@ -18,8 +18,6 @@ from tolerances import assert_close
 
 WAYS = {
     "three": {"warpgroups": 3},
-    "lane": {"semantics": "lane", "bwd_semantics": "lane"},
-    "warpgroup": {"semantics": "warpgroup"},
     "fused": {"fused": True, "dkv_stages": 2},
 }
 WIDE = [case for case in CASES if case.dtype in ("bfloat16", "float16") and case.D > 32]

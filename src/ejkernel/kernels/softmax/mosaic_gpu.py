@@ -15,7 +15,6 @@ queries' place) and stages*2*block_k*D*2 of keys and values. D64/128/2: 48+64, D
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +59,6 @@ class Config:
         dkv_split: one warpgroup sums dv, the other dk, over the same 64 keys (for large head dims).
         fused: the backward is one kernel, which adds dq in any order (see mosaic_gpu_bwd_fused). Of the fields above it
             has `dkv_stages`, and blocks of 64 queries, at head dim 64 of 128.
-        semantics: which of Mosaic's two lowerings to use for the forward.
-        bwd_semantics: and for the backward.
         persistent: as many programs as cores, where there are more tiles.
         ordered: and where only the device knows how much a tile visits, a deal of tiles in order, the longest first.
     """
@@ -75,8 +72,6 @@ class Config:
     dkv_stages: int = 2
     dkv_split: bool = False
     fused: bool = False
-    semantics: Literal["warpgroup", "lane"] = "warpgroup"
-    bwd_semantics: Literal["warpgroup", "lane"] = "warpgroup"
     persistent: bool = True
     ordered: bool = False
 
@@ -86,9 +81,6 @@ class Config:
             config_ints(self, (name,), least)
         if self.warpgroups > 3:
             raise ValueError(f"warpgroups={self.warpgroups} must be 2 or 3")
-        for name in ("semantics", "bwd_semantics"):
-            if (value := getattr(self, name)) not in ("warpgroup", "lane"):
-                raise ValueError(f"{name}={value!r} must be 'warpgroup' or 'lane'")
         if self.ordered and not self.persistent:
             raise ValueError("ordered=True deals tiles to as many programs as cores: it needs persistent=True")
 
@@ -264,16 +256,8 @@ def default_config(call: Call) -> Config:
         return Config(64, dq_block_k=64, dq_slots=5, dkv_block_q=64, dkv_stages=1, ordered=ordered)
     if D <= 128:
         return Config(128, dq_block_k=64, dq_slots=6, dkv_block_q=64, dkv_stages=2, fused=fused, ordered=ordered)
-    return Config(
-        block_k=64,
-        stages=2,
-        dq_block_k=64,
-        dq_slots=4 if D == 192 else 3,
-        dkv_block_q=64,
-        dkv_stages=2,
-        dkv_split=True,
-        semantics="lane",
-    )
+    slots = 4 if D == 192 else 3
+    return Config(64, stages=2, dq_block_k=64, dq_slots=slots, dkv_block_q=64, dkv_stages=2, dkv_split=True)
 
 
 def search_space(call: Call) -> list[Config]:

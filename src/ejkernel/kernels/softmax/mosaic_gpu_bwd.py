@@ -99,7 +99,6 @@ def _dq(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> jax.Array:
     kernel = _QueryGradient.of(call, config, "q", 128, config.dq_block_k)
     return launch(
         kernel,
-        config.bwd_semantics,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,
@@ -113,7 +112,6 @@ def _dkv(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> tuple[jax.A
     kernel = kind.of(call, config, "k", keys, config.dkv_block_q)
     return launch(
         kernel,
-        config.bwd_semantics,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)),
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,

@@ -56,7 +56,6 @@ def fused_gradients(call: Call, config: Any, tensors: tuple[jax.Array, ...]) -> 
     like_keys = jax.ShapeDtypeStruct(k.shape, k.dtype)
     run = launch(
         kernel,
-        config.bwd_semantics,
         out_type=(like_keys, like_keys),
         scratch=kernel.scratch(),
         programs=kernel.walk.programs,

@@ -59,7 +59,6 @@ def forward(call: Call, config: Any) -> Arrays:
         operands["sinks"] = call["sinks"]
     out, lse = launch(
         kernel,
-        config.semantics,
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.H, T_padded), jnp.float32),

@@ -537,7 +537,6 @@ def results_apart(head_dim: int) -> bool:
 
 def launch(
     body: Callable[..., None],
-    semantics: str,
     *,
     out_type: Any,
     scratch: dict[str, Any],
@@ -551,7 +550,6 @@ def launch(
     `groups` warpgroups compute, and one copies. `barriers`: whether Mosaic puts its own between what a warpgroup writes
     to shared memory and what it reads there.
     """
-    lowering = plgpu.LoweringSemantics.Lane if semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
     names = list(scratch)
 
     def entry(*refs: Any) -> None:
@@ -568,7 +566,8 @@ def launch(
         # one reduction crosses warps, that of nans: 4 numbers; D256 has no shared memory to spare
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            lowering_semantics=lowering,
+            # that by warpgroups gives the same code, and looks for layouts twice as long
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=16,
             unsafe_no_auto_barriers=not barriers,
         ),
