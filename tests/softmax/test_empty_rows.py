@@ -162,7 +162,7 @@ def test_wide_rows_of_very_negative_logits(D, native):
         outputs, gradients = program(arrays, cotangents)
         lse = jnp.full(outputs["lse"].shape, arrays["bias"][0, 0, 0, 0], jnp.float32)
         assert_close({"lse": outputs["lse"]}, {"lse": lse}, kind=f"{cold}: ")
-        assert_close({"out": outputs["out"]}, {"out": mean}, {"out": mean.astype(jnp.bfloat16)})
+        assert_close({"out": outputs["out"]}, {"out": mean}, {"out": mean.astype(jnp.bfloat16)}, f"{cold}: ")
         # beside such an lse no weight is known but for being at most 1, which bounds every sum over 270 pairs of a head
         most = {name: np.abs(np.asarray(x, np.float32)).max() for name, x in (arrays | cotangents).items()}
         ds = 2 * D * most["out"] * most["value"] + most["lse"]

@@ -566,7 +566,7 @@ def launch(
         # one reduction crosses warps, that of nans: 4 numbers; D256 has no shared memory to spare
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # that by warpgroups gives the same code, and looks for layouts twice as long
+            # that by warpgroups gives the same code, and takes up to twice as long: it looks for layouts
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=16,
             unsafe_no_auto_barriers=not barriers,
