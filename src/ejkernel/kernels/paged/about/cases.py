@@ -1,6 +1,7 @@
 """The cases, the bytes they must read, their inputs, and what is right."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,26 +144,16 @@ class Serving:
         self.arrays |= {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()}
 
     def truths(self, quiet: Quiet) -> list[Truth]:
-        """Of the output, by the definition of dense attention, one sequence after another."""
+        """Of the output, in float32; the naive error in the case's dtype."""
         exact, naive = (self._defined(jnp.dtype(dtype), quiet) for dtype in ("float32", self.case.dtype))
         return [Truth.of({"out": exact}, {"out": naive})]
 
     def _defined(self, dtype: Any, quiet: Quiet) -> jax.Array:
-        starts = np.cumsum([0, *self.case.tokens])
+        # no autotuning: it would run on the device while another process measures
+        options = {"xla_gpu_autotune_level": 0}
+        program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(self.arrays).compile()
         with quiet:
-            parts = [
-                _one_sequence(dtype, int(length), self.case.scales, self.arrays["query"][first:last], self._pages(n))
-                for n, (length, first, last) in enumerate(zip(self.case.lengths, starts, starts[1:], strict=False))
-            ]
-            return jax.block_until_ready(jnp.concatenate(parts))
-
-    def _pages(self, n: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a sequence, in order."""
-        table = self.arrays["block_tables"][n]
-        if self.case.even:
-            return self.arrays["key_cache"][table], self.arrays["value_cache"][table]
-        pages = self.arrays["kv_pages"][table]
-        return pages[:, :, ::2], pages[:, :, 1::2]
+            return jax.block_until_ready(program(self.arrays))
 
 
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
@@ -170,21 +161,38 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jnp.round(32 * x).astype(dtype) if dtype == "int8" else x.astype(dtype)
 
 
+def _defined(case: Case, dtype: Any, arrays: Arrays) -> jax.Array:
+    """The output by the definition of dense attention, one sequence after another."""
+    outputs = []
+    token, sequence = 0, 0
+    for count, tokens, length in ((case.chunks, case.chunk, case.chunk), (case.decodes, 1, case.keys)):
+        if not count:
+            continue
+        query = arrays["query"][token : token + count * tokens].reshape(count, tokens, case.H, case.D)
+        tables = arrays["block_tables"][sequence : sequence + count, : -(-length // case.page)]
+        found = _mapped(partial(_one_sequence, case, dtype, length, arrays), query, tables)
+        outputs.append(found.reshape(-1, case.H, case.D))
+        token, sequence = token + count * tokens, sequence + count
+    return jnp.concatenate(outputs)
+
+
+def _mapped(function: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda one: function(*one), given)
+
+
 # rows of logits at a time: all of a long chunk would not fit
 _ROWS = 256
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _one_sequence(
-    dtype: Any,
-    length: int,
-    scales: tuple[float, float] | None,
-    query: jax.Array,
-    pages: tuple[jax.Array, jax.Array],
-) -> jax.Array:
+def _one_sequence(case: Case, dtype: Any, length: int, arrays: Arrays, query: jax.Array, table: jax.Array) -> jax.Array:
+    if case.even:
+        pages = arrays["key_cache"][table], arrays["value_cache"][table]
+    else:
+        both = arrays["kv_pages"][table]
+        pages = both[:, :, ::2], both[:, :, 1::2]
     key, value = (
         (x.reshape(-1, *x.shape[2:])[None, :length].astype(jnp.float32) * scale).astype(dtype)
-        for x, scale in zip(pages, scales or (1.0, 1.0), strict=True)
+        for x, scale in zip(pages, case.scales or (1.0, 1.0), strict=True)
     )
     T = len(query)
     blocks = []
