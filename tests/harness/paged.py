@@ -268,6 +268,7 @@ CACHES = (
     Case(
         "e4m3-ragged", cache="float8_e4m3fn", scales=True, kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS, **HALF
     ),
+    Case("e4m3-d128-small-pages", cache="float8_e4m3fn", scales=True, lengths=(300, 0, 129, 1), D=128, **HALF),
     Case("scales-of-a-plain-cache", scales=True, options={"logits_soft_cap": 3.0}),
 )
 RAGGED = (

@@ -43,6 +43,7 @@ class Check:
         static: options that are part of the program.
         peer: the canonical call by jax.nn, or None where it has no such thing.
         differentiable: whether there are gradients to check.
+        slow: whether its kernels take long to compile, so that it is begun first where checks share a machine.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Check:
     static: Mapping[str, Any] = field(default_factory=dict)
     peer: Callable[[Call], Any] | None = None
     differentiable: bool = True
+    slow: bool = False
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in self.trained.items()}

@@ -235,7 +235,7 @@ class _Foreman:
 
     Attributes:
         hired: workers that are to start, each with where it gets its orders.
-        left: pieces to check, those of checks with many first.
+        left: pieces to check, those of slow checks first, then those of checks with many.
         known: by worker, the checks that it has the inputs and the truths of.
         busy: by worker, its order.
         untimed: by piece, the worker that has its program.
@@ -246,7 +246,7 @@ class _Foreman:
         self.hired: deque[tuple[int, Connection]] = deque()
         self.orders: dict[int, Connection] = {}
         pieces_of = Counter(piece.number for piece in pieces)
-        self.left = sorted(range(len(pieces)), key=lambda n: -pieces_of[pieces[n].number])
+        self.left = sorted(range(len(pieces)), key=lambda n: (not pieces[n].check.slow, -pieces_of[pieces[n].number]))
         self.known: dict[int, set[int]] = {}
         self.busy: dict[int, tuple[str, int]] = {}
         self.untimed: dict[int, int] = {}
@@ -278,10 +278,14 @@ class _Foreman:
                 orders.close()
 
     def _have_checked(self, worker: int) -> None:
-        """By preference a piece of a check that the worker knows, then of one that nobody knows."""
+        """Slow ones first; by preference a piece of a check that the worker knows, then of one that nobody knows."""
         mine, everybodys = self.known[worker], set().union(*self.known.values())
         numbers = {n: self.pieces[n].number for n in self.left}
-        n = min(self.left, key=lambda n: (numbers[n] not in mine, numbers[n] in everybodys))
+
+        def cost(n: int) -> tuple[bool, bool, bool]:
+            return not self.pieces[n].check.slow, numbers[n] not in mine, numbers[n] in everybodys
+
+        n = min(self.left, key=cost)
         self.left.remove(n)
         mine.add(numbers[n])
         self._order(worker, CHECK, n)

@@ -21,10 +21,6 @@ def _blocks(T: int, heads: int, count: int, block_size: int) -> jax.Array:
     return jnp.asarray(np.floor(draws * (np.arange(T) // block_size + 1)[:, None, None]), jnp.int32)
 
 
-def _check(name: str, operation: str, definition: Any, dtype: str, shapes: Any, fixed: Any, **static: Any) -> Check:
-    return Check(name, operation, definition, dtype, shapes, fixed, static)
-
-
 def checks() -> list[Check]:
     def tokens(T: int, H: int, Hkv: int, D: int) -> dict[str, tuple[int, ...]]:
         return {"query": (1, T, H, D), "key": (1, T, Hkv, D), "value": (1, T, Hkv, D)}
@@ -34,12 +30,13 @@ def checks() -> list[Check]:
 
     gates = dict.fromkeys(("g_cmp", "g_slc", "g_swa"), (1, 200, 4))
     packed = {"cu_seqlens": jnp.array([0, 70, 71, 180])}
+    sizes = {"block_size": 16, "block_counts": 4, "window_size": 40}
     return [
-        _check(
+        Check(
             "blocks of 16", "selected_attention", _defined, "float32", tokens(200, 4, 2, 64), chosen(200, 2, 3, 16),
-            block_size=16,
+            {"block_size": 16},
         ),
-        _check(
+        Check(
             "a group of 16 heads", "selected_attention", _defined, "bfloat16", tokens(200, 16, 1, 64),
             chosen(200, 1, 2, 64),
         ),
@@ -48,12 +45,12 @@ def checks() -> list[Check]:
             {"query": (1, 100, 4, 64), "compressed_key": (1, 25, 2, 64)}, {}, {"block_counts": 8, "block_size": 4},
             differentiable=False,
         ),
-        _check(
+        Check(
             "three branches", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 64) | gates, {},
-            block_size=16, block_counts=4, window_size=40,
+            sizes, slow=True,
         ),
-        _check(
+        Check(
             "packed sequences", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 64) | gates,
-            packed, block_size=16, block_counts=4, window_size=40,
+            packed, sizes, slow=True,
         ),
     ]  # fmt: skip

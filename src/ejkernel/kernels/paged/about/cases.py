@@ -120,6 +120,7 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
         decode(128, 4096, 64),
         decode(1, 131072, 64),
         decode(32, 8192, 16),
+        decode(32, 8192, 16, cache="float8_e4m3fn"),
         decode(32, 8192, 64, cache="float8_e5m2"),
         decode(32, 8192, 64, cache="int8"),
         mixed(60, 8192, 64, chunks=4, chunk=2048),
