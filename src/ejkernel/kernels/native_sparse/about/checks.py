@@ -46,11 +46,11 @@ def checks() -> list[Check]:
             differentiable=False,
         ),
         Check(
-            "three branches", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 64) | gates, {},
+            "three branches", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 32) | gates, {},
             sizes, slow=True,
         ),
         Check(
-            "packed sequences", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 64) | gates,
+            "packed sequences", "native_sparse_attention", native_sparse, "float32", tokens(200, 4, 2, 32) | gates,
             packed, sizes, slow=True,
         ),
     ]  # fmt: skip

@@ -67,7 +67,10 @@ def _documents(length: int, *lengths: int) -> MaskInfo:
 
 
 def checks() -> list[Check]:
-    """Every check, in the order shown. XLA's tiles are of 512 where a query sees most keys, all others are smaller."""
+    """Every check, in the order shown. XLA's tiles are of 512 where a query sees most keys, all others are smaller.
+
+    Head dim 64 of one float32 check stands for all: on a GPU half of it compiles in half the time.
+    """
     documents = _documents(500, 150, 17, 166, 125)
     stride = BlockPattern.local_stride(4, num_blocks=8, local_blocks=2, vert_stride=4, block_size=64)
     # "highest": on a GPU or TPU float32 matmuls are otherwise rounded, and the definition's are not
@@ -77,10 +80,10 @@ def checks() -> list[Check]:
     sdpa = partial(attention, operation="scaled_dot_product_attention", dtype="bfloat16")
     return [
         flash("causal", "B1 T1000 H2 D64", causal=True),
-        flash("window of 128", "B1 T1024 H2 D64", causal=True, sliding_window=(127, 0)),
-        flash("packed documents", "B1 T500 H4 D64", causal=True, fixed={"mask_info": documents}),
-        flash("bias, sinks, cap", "B1 T384 H4 D64", bias=True, sinks=True, logits_soft_cap=20.0, peer=False),
-        flash("dropout", "B1 T256 H4 D64", dropout_prob=0.2, dropout_seed=7, peer=False),
+        flash("window of 128", "B1 T1024 H2 D32", causal=True, sliding_window=(127, 0)),
+        flash("packed documents", "B1 T500 H4 D32", causal=True, fixed={"mask_info": documents}),
+        flash("bias, sinks, cap", "B1 T384 H4 D32", bias=True, sinks=True, logits_soft_cap=20.0, peer=False),
+        flash("dropout", "B1 T256 H4 D32", dropout_prob=0.2, dropout_seed=7, peer=False),
         half("causal, GQA", "B2 T500 H4 Hkv2 D64", dtype="bfloat16", causal=True),
         half("T != S, Dv != D", "B2 T129 S417 H4 Hkv1 D40 Dv72", dtype="float16"),
         sparse("local-stride pattern", "B1 T512 H4 D64", fixed={"block_mask": stride}),
