@@ -30,7 +30,10 @@ help:
 quickstart: $(VENV)/installed
 	$(BIN)/ejkernel verify
 
-test: lint types pytest newest
+# what waits for downloads and for one core goes side by side
+test:
+	$(MAKE) -j 2 lint types $(NEWEST)/installed
+	$(MAKE) pytest newest
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -98,7 +101,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install -c constraints.txt -e ".[test,torch]"
+	$(PIP) install --no-compile -c constraints.txt -e ".[test,torch]"
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -106,6 +109,6 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(NEWEST)/installed: pyproject.toml constraints-newest.txt | $(NEWEST)/bin/python
-	$(NEWEST)/bin/python -m pip --disable-pip-version-check install -c constraints-newest.txt \
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --no-compile -c constraints-newest.txt \
 	  -e ".[cuda]" hypothesis pytest pytest-xdist
 	@touch $@

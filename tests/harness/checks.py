@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +66,14 @@ def cotangents_for(function: Function, arrays: Arrays, dtype: Any) -> Arrays:
     return {name: normal(f"cotangent of {name}", x.shape, dtype) for name, x in shapes.items()}
 
 
-def by_case(cases: Iterable[Any]) -> Any:
+def by_case(cases: Iterable[Any], for_gpus: Container[Any] = ()) -> Any:
     """A parameter `case`; one worker takes all tests of a case, so that its definition is computed once."""
-    params = [pytest.param(case, id=case.id, marks=pytest.mark.xdist_group(case.id)) for case in cases]
-    return pytest.mark.parametrize("case", params)
+
+    def param(case: Any) -> Any:
+        marks = [pytest.mark.xdist_group(case.id)] + [pytest.mark.gpu] * (case in for_gpus)
+        return pytest.param(case, id=case.id, marks=marks)
+
+    return pytest.mark.parametrize("case", [param(case) for case in cases])
 
 
 class Settled(NamedTuple):

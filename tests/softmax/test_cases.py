@@ -1,13 +1,13 @@
 """Forward, lse and every gradient of a case against the reference, with poison wherever nothing may be read.
 
-Every case runs on every platform of this machine, and the core ones in the interpreters.
+Every case runs on every platform of this machine, core ones in the interpreters; most with large tiles on GPUs alone.
 """
 
 from functools import partial
 
 from harness import by_case, check
 from harness.poison import hides, poisoned
-from harness.softmax import CASES, CORE, CORE_IDS, Case, call_case, definition, runs
+from harness.softmax import CASES, CORE, CORE_IDS, FOR_GPUS, Case, call_case, definition, runs
 
 AS_USERS_COMPILE = ("bfloat16-gqa-causal", "packed-cross-causal", "segments-bias-sinks-soft-cap-dropout")
 
@@ -29,7 +29,7 @@ def check_case(case: Case, platform, *, optimised: bool = False) -> None:
     )
 
 
-@by_case(CASES)
+@by_case(CASES, FOR_GPUS)
 def test_case(case: Case, native):
     check_case(case, native)
 
