@@ -217,6 +217,14 @@ def test_the_nearest_measured_shape_orders_the_platforms(users, shipped):
     assert explain(flash_attention, Q, Q, Q).reason == f"fastest measured for {BUCKET}: xla 4 us, cudnn 5 us"
 
 
+def test_a_backward_takes_no_less_than_its_forward():
+    """Two times that are nearly the same would make a backward of next to nothing of a noisy forward."""
+    where = "flash_attention", BUCKET
+    found = TunedConfigs().add(*where, "xla", None, 109.0, 117.0).add(*where, "cudnn", None, 39.0, 111.0)
+    found = found.add(*where, "triton", None, 1.0)  # of which no backward was measured
+    assert found.times(*where, gradient=True) == {"xla": 109.0, "cudnn": 72.0}
+
+
 def test_the_gradient_may_be_faster_elsewhere(users):
     """One platform's backward after another's forward; both are explained, and both run."""
     where = "flash_attention", BUCKET

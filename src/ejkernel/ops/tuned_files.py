@@ -126,12 +126,17 @@ class TunedConfigs:
         return None if entry is None else entry["config"]
 
     def times(self, operation: str, bucket: str, gradient: bool = False) -> dict[str, float]:
-        """Measured microseconds by platform, of a forward, or of the backward after it."""
+        """Measured microseconds by platform, of a forward, or of the backward after it.
+
+        A backward is what both take less the forward, but no less than the forward: it does more than that again, and
+        the difference of two times that are nearly the same says nothing.
+        """
         platforms = self.entries.get(operation, {}).get(bucket, {})
+        forwards = {p: entry["microseconds"] for p, entry in platforms.items()}
         if gradient:
-            both = {p: entry.get("training", 0.0) - entry["microseconds"] for p, entry in platforms.items()}
-            return {p: backward for p, backward in both.items() if backward > 0.0}
-        return {p: entry["microseconds"] for p, entry in platforms.items()}
+            both = {p: entry.get("training", 0.0) for p, entry in platforms.items()}
+            return {p: max(both[p] - forwards[p], forwards[p]) for p in platforms if both[p] > forwards[p]}
+        return forwards
 
     def nearest(self, operation: str, bucket: str, gradient: bool = False) -> tuple[int, str] | None:
         """The nearest bucket for which at least two platforms were measured, after the doublings to it."""
