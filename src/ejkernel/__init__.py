@@ -1,4 +1,4 @@
-"""ejkernel: attention for JAX, fast on every accelerator, from one definition per operation.
+"""ejkernel: attention for JAX on NVIDIA GPUs, TPUs and CPUs, from one definition per operation.
 
 All that `ejkernel.modules` and `ejkernel.types` have is here too: `ejkernel.flash_attention`, `ejkernel.MaskInfo`.
 """
