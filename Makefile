@@ -30,10 +30,11 @@ help:
 quickstart: $(VENV)/installed
 	$(BIN)/ejkernel verify
 
-# what waits for downloads and for one core goes side by side
+# installing mostly waits for downloads, and pyright has one core: two at a time. The tests take all cores
 test:
 	$(MAKE) -j 2 lint types $(NEWEST)/installed
-	$(MAKE) pytest newest
+	$(MAKE) pytest
+	$(MAKE) newest
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -78,8 +78,9 @@ def test_who_took_its_device_down_does_no_more(monkeypatch):
 class Crew:
     """A foreman of workers that do nothing."""
 
-    def __init__(self, count, *pieces):
-        self.foreman = _Foreman([_Piece(number, SMALL, platform) for number, platform in pieces], lambda _: None)
+    def __init__(self, count, *pieces, slow=()):
+        given = [_Piece(number, replace(SMALL, slow=number in slow), platform) for number, platform in pieces]
+        self.foreman = _Foreman(given, lambda _: None)
         for _ in range(count):
             self.foreman.hire()
         self.orders = {}
@@ -111,6 +112,11 @@ def test_workers_stay_with_the_checks_they_know():
     assert crew.says(0, FOUND) == {0: (CHECK, 2)}
     assert crew.says(1, FOUND) == {1: (CHECK, 4)}
     assert crew.says(1, FOUND) == {1: (CHECK, 3)}  # nobody else has got to it
+
+
+def test_slow_checks_are_begun_first():
+    crew = Crew(1, (0, "xla"), (0, "triton"), (1, "xla"), slow=(1,))
+    assert crew.heard() == {0: (CHECK, 2)}
 
 
 def test_times_are_taken_one_at_a_time_when_all_is_checked():

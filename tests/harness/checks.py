@@ -67,7 +67,10 @@ def cotangents_for(function: Function, arrays: Arrays, dtype: Any) -> Arrays:
 
 
 def by_case(cases: Iterable[Any], for_gpus: Container[Any] = ()) -> Any:
-    """A parameter `case`; one worker takes all tests of a case, so that its definition is computed once."""
+    """A parameter `case`, those of `for_gpus` on GPUs alone.
+
+    One worker takes all tests of a case, so that its definition is computed once.
+    """
 
     def param(case: Any) -> Any:
         marks = [pytest.mark.xdist_group(case.id)] + [pytest.mark.gpu] * (case in for_gpus)

@@ -313,16 +313,18 @@ GRIDS = (
     Case("pattern-stripes", B=1, T=140, H=4, Hkv=2, dtype="bfloat16", options=CAUSAL, mask=lambda c:
          MaskInfo.from_block_pattern(BlockPattern.local_stride(c.H, 9, 1, 4, block_size=16), q_len=c.T)),
 )  # fmt: skip
-BIAS_SHAPES = ("BHTS", "1HTS", "B1TS", "BH1S", "BHT1", "11TS", "B11S", "1HT1", "111S", "11T1", "BH11", "1111")
+BIAS_SHAPES = ("BHTS", "1HTS", "B1TS", "BH1S", "1H1S", "BHT1", "11TS", "B11S", "1HT1", "111S", "11T1", "BH11", "1111")
 BIASES = (
     *(Case(f"bias-{shape}", T=33, S=41, bias=shape) for shape in BIAS_SHAPES),
     Case("bias-TS", T=33, S=41, bias="TS", options=CAUSAL),
+    Case("bias-dropout-grids", T=70, bias="1HTS", mask=_everything, options=DROPOUT),
     Case("bias-HTS-masked", T=70, bias="HTS", mask=partial(segments, padding=9), options=CAUSAL),
     Case("bias-HT1-masked", T=70, bias="HT1", mask=partial(segments, padding=9), options=CAUSAL),
     Case("bias-bfloat16", T=70, bias="1HTS", dtype="bfloat16", options=CAUSAL),
     Case("bias-soft-cap", T=33, S=41, bias="B1TS", options={"logits_soft_cap": 2.0}),
 )  # fmt: skip
 SINKS = (
+    Case("sinks-chunks", T=70, sinks="H", mask=partial(_chunks, size=20)),
     Case("sinks-H", H=4, Hkv=2, sinks="H"),
     Case("sinks-Hn", sinks="H3", options=CAUSAL),
     Case("sinks-n", sinks="5", options=CAUSAL),
@@ -412,9 +414,9 @@ COMBINATIONS = (
          options={**CAUSAL, **DROPOUT, "sliding_window": 12}),
 )  # fmt: skip
 
-# features of XLA's loop on a CPU are those of the smaller cases; a few show it several large tiles
-_WIDE_ON_CPUS = ("wide-D96-lengths-window", "wide-D128-segments-gqa-causal", "wide-D256-pattern-segments")
-FOR_GPUS = tuple(case for case in WIDE if case.id not in _WIDE_ON_CPUS)
+# XLA's loop has met their features in the smaller cases; these few show it several large tiles
+WIDE_ON_CPUS = ("wide-D96-lengths-window", "wide-D128-segments-gqa-causal", "wide-D256-pattern-segments")
+FOR_GPUS = tuple(case for case in WIDE if case.id not in WIDE_ON_CPUS)
 
 CASES = (
     *LENGTHS, *SIZES, *DTYPES, *BANDS, *SEGMENTS, *POSITIONS, *GRIDS, *BIASES, *SINKS, *LOGITS, *DROPOUTS, *PACKED,

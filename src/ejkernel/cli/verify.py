@@ -235,7 +235,7 @@ class _Foreman:
 
     Attributes:
         hired: workers that are to start, each with where it gets its orders.
-        left: pieces to check, those of slow checks first, then those of checks with many.
+        left: pieces to check, those of checks with many first.
         known: by worker, the checks that it has the inputs and the truths of.
         busy: by worker, its order.
         untimed: by piece, the worker that has its program.
@@ -246,7 +246,7 @@ class _Foreman:
         self.hired: deque[tuple[int, Connection]] = deque()
         self.orders: dict[int, Connection] = {}
         pieces_of = Counter(piece.number for piece in pieces)
-        self.left = sorted(range(len(pieces)), key=lambda n: (not pieces[n].check.slow, -pieces_of[pieces[n].number]))
+        self.left = sorted(range(len(pieces)), key=lambda n: -pieces_of[pieces[n].number])
         self.known: dict[int, set[int]] = {}
         self.busy: dict[int, tuple[str, int]] = {}
         self.untimed: dict[int, int] = {}

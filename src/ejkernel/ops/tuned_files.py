@@ -128,15 +128,15 @@ class TunedConfigs:
     def times(self, operation: str, bucket: str, gradient: bool = False) -> dict[str, float]:
         """Measured microseconds by platform, of a forward, or of the backward after it.
 
-        A backward is what both take less the forward, but no less than the forward: it does more than that again, and
-        the difference of two times that are nearly the same says nothing.
+        A backward is the time of both less the forward's, and counts as no shorter than the forward, since it does more
+        work: a small difference of two times is noise. Where both took no longer than a forward, nothing was measured.
         """
         platforms = self.entries.get(operation, {}).get(bucket, {})
         forwards = {p: entry["microseconds"] for p, entry in platforms.items()}
-        if gradient:
-            both = {p: entry.get("training", 0.0) for p, entry in platforms.items()}
-            return {p: max(both[p] - forwards[p], forwards[p]) for p in platforms if both[p] > forwards[p]}
-        return forwards
+        if not gradient:
+            return forwards
+        both = {p: entry.get("training", 0.0) for p, entry in platforms.items()}
+        return {p: max(both[p] - one, one) for p, one in forwards.items() if both[p] > one}
 
     def nearest(self, operation: str, bucket: str, gradient: bool = False) -> tuple[int, str] | None:
         """The nearest bucket for which at least two platforms were measured, after the doublings to it."""

@@ -115,8 +115,8 @@ def default_config(call: Call) -> Config:
     keys, warps, stages = _DECODE[kind][width]
     stages += 2 * narrow  # half the bytes: more steps on their way
     apart = narrow and width <= 128 and _may_part(call, dims, keys, warps)  # and less time to wait for other warps
-    if apart and "block_tables" in call and keys > dims.L and (kind, width) == ("hopper", 128):
-        keys, stages, apart = 128, 3, False  # fewer steps: each looks up a page for every key
+    if apart and "block_tables" in call and dims.L % keys and (kind, width) == ("hopper", 128):
+        keys, stages, apart = 128, 3, False  # each step looks up the page of every key: fewer steps
     if _decode_rows(dims, call.spec.tokens or 1) > 32:
         keys, warps, stages = max(16, keys // 2), 8, min(stages, 2)
     rows, prefill_keys, prefill_warps, prefill_stages = _PREFILL[kind][width]
