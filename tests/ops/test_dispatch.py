@@ -24,6 +24,8 @@ from ejkernel.ops.dispatch import choose
 Q = jnp.ones((1, 32, 2, 16))
 SHAPE = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.bfloat16)
 H200 = Target("gpu", "nvidia_h200", "sm_90")
+H100 = Target("gpu", "nvidia_h100_80gb_hbm3", "sm_90")
+A100 = Target("gpu", "nvidia_a100", "sm_80")
 
 
 def test_explain_names_platform_config_and_refusals():
@@ -110,10 +112,20 @@ def test_cudnn_on_a_gpu_gives_every_reason():
     assert "soft cap" in reasons and "bias" in reasons and "dropout" in reasons
 
 
-def test_the_preference_of_the_device_decides():
-    plan, told = choose(FLASH_ATTENTION, call_on(H200), None, None)
-    assert told.platform == next(p for p in FLASH_ATTENTION.preference["gpu"] if p not in told.refusals)
-    assert plan.target == H200
+@pytest.mark.parametrize(("target", "whose"), [(H200, "sm_90"), (A100, "gpu")], ids=["h200", "a100"])
+def test_the_preference_of_the_device_decides(target, whose):
+    plan, told = choose(FLASH_ATTENTION, call_on(target), None, None)
+    assert told.platform == next(p for p in FLASH_ATTENTION.preference[whose] if p not in told.refusals)
+    assert plan.target == target
+
+
+def test_what_was_measured_on_an_h200_serves_another_hopper():
+    x = jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)
+    found = []
+    jax.eval_shape(lambda *qkv: found.append(canonicalise(*qkv, causal=True)), x, x, x)
+    here, there = (choose(FLASH_ATTENTION, found[0].on(on), None, None)[1] for on in (H200, H100))
+    assert here.platform == there.platform and here.reason.startswith("fastest measured for B2-T8192")
+    assert there.reason == here.reason.replace("-causal:", "-causal, on nvidia_h200:")
 
 
 def test_interpret_lets_kernels_of_absent_hardware_through():

@@ -23,7 +23,7 @@ def call(monkeypatch):
     call = canonicalise(Q, Q, Q).on(H200)
     where = "flash_attention", bucket(call)
     tuned = TunedConfigs().add(*where, "cudnn", None, 10.0, 30.0).add(*where, "triton", None, 20.0, 60.0)
-    monkeypatch.setattr(configs, "tuned_sources", lambda target: [("a test", tuned)])
+    monkeypatch.setattr(configs, "tuned_sources", lambda target: [configs.Source("a test", target.kind, tuned)])
     monkeypatch.delenv("EJKERNEL_DETERMINISTIC", raising=False)
     return call
 

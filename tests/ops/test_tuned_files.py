@@ -81,7 +81,9 @@ def compared(*buckets):
         "B8-T128-H16-D64-bfloat16-causal": (4, "B8-T2048-H16-D64-bfloat16-causal"),
         "B8-T64-H16-D64-bfloat16-causal": None,  # more than 16 times shorter
         "B2-T8192-H16-D128-bfloat16-causal": None,
-        "B2-T8192-H16-D64-float16-causal": None,
+        "B2-T8192-H16-D64-float16-causal": (1, "B2-T8192-H16-D64-bfloat16-causal"),
+        "B2-T8192-H16-D64-float32-causal": None,
+        "B2-T8192-H16-D64-bfloat16-causal-ragged": None,
         "B2-T8192-H16-D64-bfloat16-full": None,
         "B2-T8192-H16-D64-bfloat16-causal-bias": None,
         "B2-T8192-D64-bfloat16-causal": None,

@@ -21,6 +21,8 @@ def _colors(found: Document) -> dict[str, str]:
 
 # a group with no more cases of a length than this, on average, shares a panel
 FEW = 2
+# and what has more cases than this takes further rows: the labels have no more room
+MOST = 7
 
 
 def _rows(found: Document) -> list[tuple[str, list[str], str]]:
@@ -36,10 +38,16 @@ def _rows(found: Document) -> list[tuple[str, list[str], str]]:
     for (_, _, unit, group), lengths in sorted(rows.items()):
         together = [lengths[T] for T in sorted(lengths)]
         if sum(map(len, together)) <= FEW * len(together):
-            together = [[case for cases in together for case in cases]]
+            together = _split([case for cases in together for case in cases])
         titles = [", ".join(filter(None, (group, _common(found, cases)))) for cases in together]
         found_rows += [(title, cases, unit) for title, cases in zip(titles, together, strict=True)]
     return found_rows
+
+
+def _split(cases: list[str]) -> list[list[str]]:
+    """As few rows as will do, of much the same length."""
+    rows = -(-len(cases) // MOST)
+    return [cases[len(cases) * row // rows : len(cases) * (row + 1) // rows] for row in range(rows)]
 
 
 def _passes(found: Document, cases: list[str]) -> list[str]:

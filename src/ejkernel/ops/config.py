@@ -8,12 +8,12 @@ from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ejkernel.ops.operation import Call, Implementation, Operation
 from ejkernel.ops.registry import get_operation
 from ejkernel.ops.target import Target
-from ejkernel.ops.tuned_files import TunedConfigs, shipped_file, unsaved, user_file
+from ejkernel.ops.tuned_files import MEASURED, TunedConfigs, shipped_file, unsaved, user_file
 
 USERS = "the user's tuned file"
 
@@ -55,27 +55,42 @@ def _stored(path: Path) -> TunedConfigs:
         return TunedConfigs()
 
 
-def tuned_sources(target: Target) -> list[tuple[str, TunedConfigs]]:
-    """Tuned configs for a device, most specific first: the user's, the shipped, the architecture's."""
-    users = user_file(target.kind)
+class Source(NamedTuple):
+    """Tuned configs: where they come from, and the device kind they were measured on."""
+
+    name: str
+    kind: str
+    tuned: TunedConfigs
+
+
+def tuned_sources(target: Target) -> list[Source]:
+    """Tuned configs for a device, most specific first: the user's, the shipped, another's of its architecture."""
+    users, kinds = user_file(target.kind), dict.fromkeys((target.kind, MEASURED.get(target.arch, target.arch)))
     return [
-        ("tuned in this process, not saved", unsaved(users)),
-        (USERS, _stored(users)),
-        (f"shipped for {target.kind}", _stored(shipped_file(target.kind))),
-        (f"shipped for {target.arch}", _stored(shipped_file(target.arch))),
+        Source("tuned in this process, not saved", target.kind, unsaved(users)),
+        Source(USERS, target.kind, _stored(users)),
+        *(Source(f"shipped for {kind}", kind, _stored(shipped_file(kind))) for kind in kinds),
     ]
 
 
-def measured_times(operation: Operation, call: Call, gradient: bool) -> tuple[str, dict[str, float]]:
-    """Microseconds by platform where several were compared, and the bucket that was: the nearest to the call's."""
+class Measured(NamedTuple):
+    """Microseconds by platform, of a bucket and on a device kind for which several were compared."""
+
+    bucket: str
+    kind: str
+    times: dict[str, float]
+
+
+def measured_times(operation: Operation, call: Call, gradient: bool) -> Measured:
+    """Those of the bucket nearest to the call's, and of those equally near, of the most specific source."""
     bucket = operation.bucket(call)
-    sources = [tuned for _, tuned in tuned_sources(call.target)]
-    nears = [(tuned.nearest(operation.name, bucket, gradient), tuned) for tuned in sources]
-    found = [(near, tuned) for near, tuned in nears if near is not None]
+    sources = tuned_sources(call.target)
+    nears = [(source.tuned.nearest(operation.name, bucket, gradient), source) for source in sources]
+    found = [(near, source) for near, source in nears if near is not None]
     if not found:
-        return bucket, {}
-    (_, near), tuned = min(found, key=lambda one: one[0][0])  # of those equally near, the most specific source
-    return near, tuned.times(operation.name, near, gradient)
+        return Measured(bucket, call.target.kind, {})
+    (_, near), source = min(found, key=lambda one: one[0][0])
+    return Measured(near, source.kind, source.tuned.times(operation.name, near, gradient))
 
 
 def check_config(cfg: Any) -> None:
@@ -126,7 +141,7 @@ def choose_config(
     if given is not None:
         return given
     bucket = operation.bucket(call)
-    for source, tuned in tuned_sources(call.target):
+    for source, _, tuned in tuned_sources(call.target):
         fields = tuned.find(operation.name, bucket, platform)
         if fields is not None:
             try:

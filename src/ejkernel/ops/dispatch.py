@@ -106,15 +106,17 @@ def _against_gradient(operation: Operation, platform: str, call: Call, times: di
 
 def _candidates(operation: Operation, call: Call, gradient: bool) -> tuple[list[str], str]:
     """Platforms in the order auto tries them, and where the order came from."""
-    order = list(operation.preference.get(call.target.backend, ("xla",)))
+    target, preference = call.target, operation.preference
+    order = list(preference.get(target.arch) or preference.get(target.backend, ("xla",)))
     for backward in (True, False) if gradient else (False,):
-        bucket, times = configs.measured_times(operation, call, backward)
+        bucket, kind, times = configs.measured_times(operation, call, backward)
         if times:
             fastest = sorted((p for p in times if p in PLATFORMS), key=lambda p: times[p])
             order = fastest + [p for p in order if p not in times]
             shown = ", ".join(f"{p} {times[p]:.0f} us" for p in fastest)
             here = operation.bucket(call)
             where = f"for {here}" if bucket == here else f"at {bucket}, the nearest to {here}"
+            where += "" if kind == target.kind else f", on {kind}"
             return order, f"fastest{' forward' if gradient and not backward else ''} measured {where}: {shown}"
     return order, f"first of {', '.join(order)} that can"
 
@@ -162,7 +164,7 @@ def _with_gradient(
         if not own:
             return plan, explanation
         cfg = configs.UNGIVEN
-    _, times = configs.measured_times(operation, call, True)
+    times = configs.measured_times(operation, call, True).times
     avoided = {p: reasons or _against_gradient(operation, p, call, times) for p, reasons in refused.items()}
     gradient, why = _choose_from(*_candidates(operation, call, gradient=True), operation, call, cfg, avoided)
     if gradient is None:

@@ -151,7 +151,7 @@ class Operation:
         arrays: dimension letters of every array the canonical call may hold.
         outputs: dimension letters of every output.
         implementations: platform to module path; a platform may map a backend to a path. Loaded on first use.
-        preference: backend to platforms, best first, where no measurement says otherwise.
+        preference: architecture (first) or backend to platforms, best first, where no measurement says otherwise.
         bucket: the shape bucket a call is tuned under.
         splits: which dimensions may be split over devices.
         example: arrays like those of a call whose values are unknown, for tuning: a full one, with legal indices.

@@ -22,7 +22,7 @@ class Target:
     Attributes:
         backend: `"cpu"`, `"gpu"` or `"tpu"`.
         kind: the device's name in lower case with underscores, such as `nvidia_h200` or `tpu_v5_lite`.
-        arch: what kernels compile for, such as `sm_90`; `kind` falls back to it for tuned configs.
+        arch: what kernels compile for, such as `sm_90`; tuned configs of another device of it serve too.
         interpreted: whether kernels of absent hardware run in their interpreters, on this CPU.
         cores: streaming multiprocessors of a GPU; 0 where unknown.
     """

@@ -22,6 +22,10 @@ Entries = dict[str, dict[str, dict[str, dict[str, Any]]]]
 MAX_DOUBLINGS = 4
 # the head dims: a kernel for another one is another kernel, and its times and configs are its own
 EXACT_SIZES = ("D", "V")
+# by the same kernels, but what else differs is not known: they count as a doubling apart
+ALIKE = {"float16": "bfloat16"}
+# whose measurements serve the other devices of an architecture
+MEASURED = {"sm_90": "nvidia_h200"}
 
 
 class NewerSchema(RuntimeError):
@@ -160,14 +164,17 @@ def doublings(bucket: str, other: str) -> int | None:
     3
     >>> doublings("B2-T8192-D64-bfloat16-causal", "B2-T8192-D64-bfloat16-full")
     >>> doublings("B2-T8192-D80-bfloat16-causal", "B2-T8192-D64-bfloat16-causal")
+    >>> doublings("B2-T8192-D64-float16-causal", "B2-T8192-D64-bfloat16-causal")
+    1
     """
     (sizes, words), (other_sizes, other_words) = _parsed(bucket), _parsed(other)
-    if words != other_words or sizes.keys() != other_sizes.keys():
+    alike = [[ALIKE.get(word, word) for word in of] for of in (words, other_words)]
+    if alike[0] != alike[1] or sizes.keys() != other_sizes.keys():
         return None
     if any(sizes.get(letter) != other_sizes.get(letter) for letter in EXACT_SIZES):
         return None
     apart = {letter: abs(sizes[letter].bit_length() - other_sizes[letter].bit_length()) for letter in sizes}
-    return None if max(apart.values(), default=0) > MAX_DOUBLINGS else sum(apart.values())
+    return None if max(apart.values(), default=0) > MAX_DOUBLINGS else sum(apart.values()) + (words != other_words)
 
 
 def _checked(document: Any) -> Entries:

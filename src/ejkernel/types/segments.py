@@ -12,10 +12,20 @@ def from_lengths(lengths: jax.Array, length: int) -> jax.Array:
     return jnp.where(jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None], 0, -1).astype(jnp.int32)
 
 
+_MOST_COMPARISONS = 2**22
+
+
+def searched(ascending: jax.Array, at: jax.Array | np.ndarray, side: str = "right") -> jax.Array:
+    """How many of `ascending` (N,) are no greater than each of `at`; less than each where the side is "left"."""
+    # loops and scans are many small programs on an accelerator, comparisons one
+    method = "compare_all" if ascending.size * at.size <= _MOST_COMPARISONS else "scan_unrolled"
+    return jnp.searchsorted(ascending, at, side=side, method=method).astype(jnp.int32)
+
+
 def from_cu_seqlens(cu: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Ids (the sequence's number) and positions within the sequence, both (1, L); tokens past the end get -1 and 0."""
     index = jnp.arange(length, dtype=jnp.int32)
-    number = jnp.searchsorted(cu[1:], index, side="right").astype(jnp.int32)  # empty sequences are stepped over
+    number = searched(cu[1:], index)  # empty sequences are stepped over
     inside = (index >= cu[0]) & (index < cu[-1])
     ids = jnp.where(inside, number, -1)
     positions = jnp.where(inside, index - cu[jnp.clip(number, 0, cu.shape[0] - 2)], 0)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.segments import searched
+
 
 class Pieces(NamedTuple):
     """Of each piece, its tokens and its sequence: (B, rows) each. Rows past the last piece have no tokens.
@@ -33,19 +35,13 @@ def cut(cu_seqlens: jax.Array, size: int, rows: int) -> Pieces:
     return jax.vmap(lambda cu: _cut(cu, size, rows))(cu_seqlens)
 
 
-def last_before(starts: jax.Array, at: np.ndarray) -> jax.Array:
-    """The last of `starts` (N,), which never fall, that is not behind each of `at` (M,); -1 if there is none."""
-    # loops and scans are many small programs on an accelerator, comparisons one
-    method = "compare_all" if starts.size * at.size <= _MOST_COMPARISONS else "scan_unrolled"
-    return jnp.searchsorted(starts, at, side="right", method=method).astype(jnp.int32) - 1
-
-
-_MOST_COMPARISONS = 2**22
+# one program up to here, where the steps of a cumulative sum are several
+_MOST_TERMS = 2**22
 
 
 def _sums_before(x: jax.Array) -> jax.Array:
     """The sums (N + 1,) of those of x (N,) before each, and of all."""
-    if x.size**2 > _MOST_COMPARISONS:
+    if x.size**2 > _MOST_TERMS:
         return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(x, dtype=jnp.int32)])
     before = np.tri(x.size + 1, x.size, -1, dtype=bool)
     return jnp.where(before, x[None], 0).sum(1, dtype=jnp.int32)
@@ -54,7 +50,7 @@ def _sums_before(x: jax.Array) -> jax.Array:
 def _cut(cu: jax.Array, size: int, rows: int) -> Pieces:
     row = np.arange(rows, dtype=np.int32)
     first_row = _sums_before((jnp.diff(cu) + size - 1) // size)
-    sequence = last_before(first_row, row)
+    sequence = searched(first_row, row) - 1
     start = cu[sequence] + (row - first_row[sequence]) * size
     # rows past the last piece belong to no sequence
     end = jnp.minimum(start + size, cu[jnp.minimum(sequence + 1, cu.size - 1)])

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.pieces import cut, last_before, most_pieces
+from ejkernel.kernels.common.pieces import cut, most_pieces
 from ejkernel.kernels.linear.walks import Walk
+from ejkernel.types.segments import searched
 
 
 class Layout(NamedTuple):
@@ -85,6 +86,6 @@ def layout_of(w: Walk, chunk: int) -> Layout:
 
 def _places(T: int, chunk: int, cu: jax.Array, first_row: jax.Array) -> jax.Array:
     token = np.arange(T, dtype=np.int32)
-    sequence = last_before(cu, token)
+    sequence = searched(cu, token) - 1
     place = first_row[sequence] * chunk + token - cu[sequence]
     return jnp.where((sequence >= 0) & (sequence < cu.size - 1), place, np.iinfo(np.int32).max)

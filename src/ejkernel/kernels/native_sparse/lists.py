@@ -8,6 +8,7 @@ import numpy as np
 
 from ejkernel.kernels.native_sparse.spec import dimensions
 from ejkernel.ops import Call
+from ejkernel.types.segments import searched
 
 
 class Entries(NamedTuple):
@@ -50,7 +51,7 @@ def entries(call: Call, block_k: int, segment: int) -> Entries:
     most = tiles.tiles + tiles.parts * (dims.T * dims.K // segment)
 
     def one(group: jax.Array, order: jax.Array) -> tuple[jax.Array, jax.Array]:
-        bounds = jnp.searchsorted(group, np.arange(groups + 1, dtype=np.int32)).astype(jnp.int32)
+        bounds = searched(group, np.arange(groups + 1, dtype=np.int32), "left")
         first, last = (jnp.repeat(x, tiles.parts) for x in (bounds[:-1], bounds[1:]))
         items, first_item = _items(first, last, segment, most)
         empty = items[:, 1] == items[:, 2]
@@ -77,8 +78,7 @@ def _items(begin: jax.Array, end: jax.Array, segment: int, most: int) -> tuple[j
     counts = jnp.cumsum((end - begin + segment - 1) // segment, dtype=jnp.int32)
     first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])
     item = np.arange(most, dtype=np.int32)
-    tile = jnp.searchsorted(first_item, item, side="right").astype(jnp.int32) - 1
-    tile = jnp.minimum(tile, begin.shape[0] - 1)
+    tile = jnp.minimum(searched(first_item, item) - 1, begin.shape[0] - 1)
     first = begin[tile] + (item - first_item[tile]) * segment
     # items behind the last have nothing to do
     last = jnp.maximum(jnp.minimum(first + segment, end[tile]), first)

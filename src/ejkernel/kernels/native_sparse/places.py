@@ -11,6 +11,7 @@ from ejkernel.checks.arrays import concrete, cumulative_lengths, lengths_array
 from ejkernel.kernels.common.pieces import cut, most_pieces
 from ejkernel.ops import Call
 from ejkernel.ops.autodiff import default_rules
+from ejkernel.types.segments import searched
 
 
 class Places(NamedTuple):
@@ -91,7 +92,7 @@ def block_rows(S: int, block_size: int, cu_seqlens: Any = None) -> int:
 def _packed(cu: jax.Array, S: int, block_size: int, rows: int) -> Places:
     pieces = cut(cu[None], block_size, rows)
     token = jnp.arange(S, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu, token, side="right").astype(jnp.int32) - 1
+    sequence = searched(cu, token) - 1
     real = sequence < cu.shape[0] - 1
     sequence = jnp.minimum(sequence, cu.shape[0] - 2)
     first = jnp.where(real, pieces.first_row[0, sequence], 0)

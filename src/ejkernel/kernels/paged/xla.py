@@ -35,6 +35,7 @@ from ejkernel.kernels.paged.spec import (
 )
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.sharding import varying_like
+from ejkernel.types.segments import searched
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,8 @@ def _tiling(spec: Spec, dims: Dimensions, rows: Any, block_q: int, count: int) -
     else:
         # the tiles of sequence n start here; each has enough of them, and all fit into `count`
         first = rows.first // block_q + jnp.arange(dims.N)
-        owner = jnp.searchsorted(rows.first, token, side="right") - 1
-        n = jnp.searchsorted(first, tile, side="right") - 1
+        owner = searched(rows.first, token) - 1
+        n = searched(first, tile) - 1
     within = token - rows.first[owner]
     place = (first[owner] + within // block_q) * block_q + within % block_q
     return n, (tile - first[n]) * block_q, jnp.where(within < rows.queries[owner], place, count * block_q)

@@ -11,8 +11,9 @@ import numpy as np
 from ejkernel.checks.arrays import FLOATS, INT32_MAX, check_has_numbers, concrete, cumulative_lengths
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
-from ejkernel.kernels.common.pieces import cut, last_before, most_pieces
+from ejkernel.kernels.common.pieces import cut, most_pieces
 from ejkernel.ops import Call
+from ejkernel.types.segments import searched
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def token_rows(call: Call) -> jax.Array:
 
 
 def _packed_token_rows(cu: jax.Array, first_row: jax.Array, token: np.ndarray, chunk_size: int) -> jax.Array:
-    sequence = last_before(cu, token)
+    sequence = searched(cu, token) - 1
     row = first_row[sequence] + (token - cu[sequence]) // chunk_size
     return jnp.where((sequence >= 0) & (sequence < cu.size - 1), row, -1)
 

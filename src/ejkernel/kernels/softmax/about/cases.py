@@ -142,6 +142,11 @@ def _of_models() -> list[Case]:
         case("UNet", 2, 4096, 8, 40, "full", S=77),
         case("BERT", 32, 512, 12, 64, "full"),
         case("ViT", 64, 197, 12, 64, "full"),
+        case("CLIP", 64, 577, 16, 64, "full"),
+        case("Whisper", 4, 1500, 20, 64, "full"),
+        case("DiT", 16, 1024, 16, 72, "full"),
+        case("Phi-3", 1, 4096, 32, 96, "causal"),
+        case("Gemma", 2, 4096, 8, 256, "window", 4, window=1024),
         case("GPT-2", 2, 2048, 16, 64, "causal", dtype="float32"),
     ]
 
@@ -156,7 +161,8 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
         return dense(2048, D=128)
     lengths = [case for T in (2048, 16384) for D in (128, 64, 256) for case in dense(T, D=D)]
     most_telling = [case for D in (128, 64, 256) for case in dense(8192, D=D)]
-    return [*most_telling, *_masked(16384, 32, 8, 128, "bfloat16"), *_of_models(), *lengths]
+    masked = [case for T, D in ((16384, 128), (8192, 64)) for case in _masked(T, 32, 8, D, "bfloat16")]
+    return [*most_telling, *masked, *_of_models(), *lengths]
 
 
 class Attention:
