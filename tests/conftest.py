@@ -100,18 +100,26 @@ def pytest_runtest_setup(item):
         pytest.skip("needs an x86-64 machine: libtpu, which compiles for TPUs, has no build for others")
 
 
-# tests of one worker between which compiled programs pile up
-TESTS_PER_CLEARING = 40
-_ran = 0
+# compiled programs pile up until a worker has this many bytes. What JAX forgets it traces anew: where it forgot after
+# every 40 tests, that was a tenth of the suite's time
+MOST_MEMORY = 1.6e9
 
 
 def pytest_runtest_teardown(item):
-    global _ran
-    _ran += 1
-    if _ran % TESTS_PER_CLEARING == 0 and "jax" in sys.modules:
+    if "jax" in sys.modules and _memory() > MOST_MEMORY:
         sys.modules["jax"].clear_caches()
         gc.collect()
         _give_memory_back()
+
+
+def _memory() -> int:
+    """Bytes that this process has now; where that is not to be had, the most that it ever had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _give_memory_back():

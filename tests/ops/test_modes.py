@@ -119,13 +119,19 @@ def test_no_tracer_leaks(name):
     gc.unfreeze()
 
 
+# step by step all takes long: gradients of one operation of each family
+TRAINED_WITHOUT_JIT = ("sdpa", "mean-pooling-packed", "gla", "selected", "ring")
+
+
 @by_sample(ONE_EACH)
 def test_without_jit(name):
     sample = SAMPLES[name]
     options = {"cfg": None} if "cfg" in sample.options else {}  # many tiles take long
+    if name not in TRAINED_WITHOUT_JIT:
+        sample = sample._replace(train=False)
     with jax.disable_jit(True):
         results = sample.run(sample.given(), **options)
-    assert_same(results, outside(name)[1])
+    assert_same(results, outside(name)[1][: len(results)])
 
 
 # Programs for GPUs, which need none to be made ------------------------------------------------------------------

@@ -40,7 +40,6 @@ CASES = {
     "D96-window-ragged": {"D": 96, "T": 200, "causal": True, "sliding_window": 64},
     "D64-many-tiles": {"D": 64, "T": 8192, "H": 8},
     "D128-many-tiles-causal": {"D": 128, "T": 8192, "H": 8, "causal": True},
-    "D256-many-tiles-causal": {"D": 256, "T": 8192, "H": 8, "causal": True},
     "D128-segments-sinks-soft-cap": {
         "D": 128,
         "segments": True,
@@ -48,7 +47,6 @@ CASES = {
         "sinks": True,
         "logits_soft_cap": 20.0,
     },
-    "D128-pattern-64-per-head-causal": {"D": 128, "T": 512, "pattern": 64, "causal": True},
     "D64-pattern-128-shared-ragged": {"D": 64, "T": 500, "pattern": 128, "shared": True},
     "D128-pattern-64-segments": {"D": 128, "pattern": 64, "segments": True, "causal": True, "sinks": True},
     "D256-pattern-64-causal": {"D": 256, "pattern": 64, "causal": True},
@@ -71,7 +69,6 @@ CASES = {
     "D128-dropout-segments": {"D": 128, **DROPOUT, "segments": True, "causal": True},
     "D128-bias-causal-soft-cap": {"D": 128, "T": 500, "bias": bias(500, 500), "causal": True, "logits_soft_cap": 20.0},
     "D64-bias-of-keys-float32": {"D": 64, "bias": bias(1, 256, "float32")},
-    "D128-bias-float32": {"D": 128, "bias": bias(256, 256, "float32"), "causal": True},
     "D256-bias-dropout": {"D": 256, "bias": bias(256, 256), **DROPOUT},
     "D128-many-tiles-segments-ordered": {"D": 128, "T": 4096, "H": 8, "segments": True, "causal": True},
     "D64-many-tiles-pattern-ordered": {"D": 64, "T": 4096, "H": 8, "pattern": 64, "causal": True},
