@@ -4,6 +4,8 @@ PyTorch takes.
 `python benchmarks/cpu_roofline.py`, with PyTorch installed: float32, B1 T4096 H8 D64, causal, tiles of 512 x 512.
 """
 
+import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,20 +37,22 @@ class Product(NamedTuple):
 PRODUCTS = (
     Product("q k', do v'", (TILE, D), (TILE, D), (1, 1), 1, 2),
     Product("p v, ds k", (TILE, TILE), (TILE, D), (1, 0), 1, 1),
-    Product("p' do, ds' q", (TILE, TILE), (TILE, D), (0, 0), 0, 2),
+    Product("do' p, q' ds", (TILE, D), (TILE, TILE), (0, 0), 0, 2),
 )
 FLOPS = 2 * TILE * TILE * D
 
 
-def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    """The least of several runs, after one that compiles."""
-    run()
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+def seconds(*runs: Callable[[], Any], repeats: int = 10) -> list[float]:
+    """The median of each, in turns whose order changes, after one of each that compiles."""
+    taken: dict[int, list[float]] = {n: [] for n in range(len(runs))}
+    for run in runs:
         run()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    for _ in range(repeats):
+        for n in random.sample(range(len(runs)), len(runs)):
+            start = time.perf_counter()
+            runs[n]()
+            taken[n].append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken.values()]
 
 
 def normal(*shape: int, key: int = 0) -> jax.Array:
@@ -74,7 +78,8 @@ def product_seconds(product: Product) -> tuple[float, float]:
         for x, y in zip(a, b, strict=True):
             torch.mm(x, y)
 
-    return seconds(lambda: jax.block_until_ready(xla(left, right))) / ALIKE, seconds(by_torch) / ALIKE
+    ours, theirs = seconds(lambda: jax.block_until_ready(xla(left, right)), by_torch)
+    return ours / ALIKE, theirs / ALIKE
 
 
 def exp_seconds() -> tuple[float, float]:
@@ -86,10 +91,11 @@ def exp_seconds() -> tuple[float, float]:
         for tile in tiles:
             torch.exp(tile)
 
-    return seconds(lambda: jax.block_until_ready(xla(x))) / ALIKE, seconds(by_torch) / ALIKE
+    ours, theirs = seconds(lambda: jax.block_until_ready(xla(x)), by_torch)
+    return ours / ALIKE, theirs / ALIKE
 
 
-def attention_seconds() -> dict[str, tuple[float, float]]:
+def attention_seconds() -> dict[str, list[float]]:
     """Ours and PyTorch's, forward and with gradients."""
     q, k, v, dout = (normal(1, T, H, D, key=key) for key in range(4))
 
@@ -111,8 +117,8 @@ def attention_seconds() -> dict[str, tuple[float, float]]:
         torch.autograd.grad(attend(*tensors, is_causal=True), tensors, weights)
 
     return {
-        "forward": (seconds(lambda: jax.block_until_ready(forward(q, k, v))), seconds(torch_forward)),
-        "forward + backward": (seconds(lambda: jax.block_until_ready(trained(q, k, v, dout))), seconds(torch_both)),
+        "forward": seconds(lambda: jax.block_until_ready(forward(q, k, v)), torch_forward),
+        "forward + backward": seconds(lambda: jax.block_until_ready(trained(q, k, v, dout)), torch_both),
     }
 
 

@@ -100,16 +100,20 @@ def pytest_runtest_setup(item):
         pytest.skip("needs an x86-64 machine: libtpu, which compiles for TPUs, has no build for others")
 
 
-# compiled programs pile up until a worker has this many bytes. What JAX forgets it traces anew: where it forgot after
-# every 40 tests, that was a tenth of the suite's time
-MOST_MEMORY = 1.6e9
+# compiled programs pile up, and are forgotten when a worker has grown by so many bytes since it last forgot them. Not
+# more often: what is forgotten is traced anew, and what a worker has besides (libraries, say) is nearly as much
+MOST_GROWTH = 0.5e9
+LEAST_MEMORY = 1.6e9
+_kept = 0
 
 
 def pytest_runtest_teardown(item):
-    if "jax" in sys.modules and _memory() > MOST_MEMORY:
+    global _kept
+    if "jax" in sys.modules and _memory() > max(LEAST_MEMORY, _kept + MOST_GROWTH):
         sys.modules["jax"].clear_caches()
         gc.collect()
         _give_memory_back()
+        _kept = _memory()
 
 
 def _memory() -> int:
