@@ -42,6 +42,13 @@ def test_appending_chunks_is_appending_to_lists(chunks):
     assert cache.value[..., 0, 0].tolist() == expected and (-cache.value[..., 0, 1]).tolist() == expected
 
 
+def test_appending_under_strict_rules():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        tokens = jnp.ones((2, 3, 1, 1), jnp.float32)
+        cache = TransformerCacheView.create(2, 4, 1, 1, dtype=jnp.float32).append(tokens, tokens)
+    assert cache.index.dtype == jnp.int32 and cache.index.tolist() == [3, 3]
+
+
 def test_decoding_over_an_appended_cache_is_attention_over_its_tokens():
     B, S, H, Hkv, D = 2, 12, 4, 2, 8
     key, value, query = normal(0, B, 9, Hkv, D), normal(1, B, 9, Hkv, D), normal(2, B, 1, H, D)

@@ -284,8 +284,10 @@ def test_a_damaged_users_file_warns_and_defaults_serve(users):
 
 
 def test_where_files_lie(monkeypatch, tmp_path):
-    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "")
+    assert user_file("cpu").is_absolute()
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
     assert "ejkernel" in user_file("nvidia_h200").parts and user_file("nvidia_h200").name == "nvidia_h200.json"
     assert shipped_file("sm_90").parts[-4:] == ("data", "tuned", "sm_90", "tuned.json")
     assert shipped_file("cpu").is_relative_to(json_root())

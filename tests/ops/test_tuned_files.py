@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ejkernel.ops import TunedConfigs
+from ejkernel.ops.files import write_whole
 from ejkernel.ops.tuned_files import SCHEMA, keep, unsaved
 
 ONE = TunedConfigs().add("flash_attention", "T64", "xla", {"block_q": 8}, 120.0)
@@ -173,6 +174,21 @@ def test_a_full_disk_leaves_the_file_as_it_was(path, monkeypatch):
         TWO.save(path)
     assert TunedConfigs.load(path) == ONE
     assert {p.name for p in path.parent.iterdir()} <= {path.name, path.name + ".lock"}
+
+
+def test_a_link_to_a_file_stays_one(path, tmp_path):
+    path.parent.mkdir(parents=True)
+    target = tmp_path / "elsewhere.json"
+    path.symlink_to(target)
+    ONE.save(path)
+    TWO.save(path)
+    assert path.is_symlink() and TunedConfigs.load(target) == ONE | TWO
+
+
+def test_a_device_stays_one():
+    before = os.stat(os.devnull)
+    write_whole(Path(os.devnull), "a")
+    assert os.stat(os.devnull).st_rdev == before.st_rdev
 
 
 def test_what_cannot_be_saved_is_kept_until_it_can(path):

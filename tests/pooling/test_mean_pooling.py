@@ -191,7 +191,7 @@ def test_every_tile_gives_the_same(block_t, block_w):
 X = jnp.zeros((2, 8, 1, 4))
 ERRORS = {
     "rank": ((X[0, 0],), {}, ValueError, r"its shape is \(1, 4\)"),
-    "dtype": ((X.astype(jnp.int32),), {}, TypeError, "it is int32"),
+    "dtype": ((X.astype(jnp.int32),), {}, TypeError, "x has dtype int32; supported"),
     "chunk 0": ((X,), {"chunk_size": 0}, ValueError, "chunk_size=0 must be at least 1"),
     "chunk 2.5": ((X,), {"chunk_size": 2.5}, TypeError, "chunk_size must be an int, got float: 2.5"),
     "packed batch": ((X, np.array([0, 8])), {}, ValueError, r"x must be \(1, tokens"),
@@ -230,3 +230,9 @@ def test_forward_and_backward_compile_without_spills(target):
 @cases
 def test_on_a_gpu(shape, cu_seqlens, chunk_size):
     check_forward_and_gradient(shape, cu_seqlens, chunk_size, "bfloat16", "triton")
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_float64_is_refused(x64):
+    with jax.enable_x64(x64), pytest.raises(TypeError, match="x has dtype float64; supported: float32"):
+        mean_pooling(np.ones((1, 4, 1, 1)), chunk_size=2)

@@ -120,6 +120,11 @@ def test_an_empty_batch_gives_empty_arrays(name, batch):
     assert {n: x.shape for n, x in gradients.items()} == {n: x.shape for n, x in arrays.items()}
 
 
+def test_a_function_of_blocks_for_an_empty_batch():
+    x = jnp.zeros((0, 8, 2, 4))
+    assert blocksparse_attention(x, x, x, block_mask=lambda b, h, i, j: i >= j, block_size=4).shape == x.shape
+
+
 def test_what_an_empty_batch_shares_has_a_gradient_of_zero():
     shared = {"bias": normal("bias", (H, T, S)), "softmax_aux": normal("sinks", (H,))}
     arrays = {n: x[:0] for n, x in ARRAYS.items()} | shared

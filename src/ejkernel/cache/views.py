@@ -116,11 +116,11 @@ class TransformerCacheView:
             raise ValueError(f"lengths must have shape ({B},), one per row, got {count.shape}")
         index = jnp.asarray(self.index)
         check_rows(index, index + count > S, f"the tokens of a row must fit into the {S} of the cache; its index is")
-        token = jnp.arange(T)[None]
+        token = jnp.arange(T, dtype=jnp.int32)[None]
         position = index[:, None] + token
         written = (token < count[:, None]) & (position < S)
         # S + token is outside, so dropped, and like all others met once
-        at = (jnp.arange(B)[:, None], jnp.where(written, position, S + token))
+        at = (jnp.arange(B, dtype=jnp.int32)[:, None], jnp.where(written, position, S + token))
         index = jnp.minimum(index + count, S)
         return TransformerCacheView(_put(self.key, at, key), _put(self.value, at, value), self.starts, index)
 

@@ -1,6 +1,7 @@
 """Checks and conversions of arrays that a caller hands over."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,15 +121,26 @@ def lengths_array(name: str, x: ArrayInput, most: int) -> jax.Array:
     return jnp.asarray(lengths, jnp.int32).reshape(-1)
 
 
-def cumulative_lengths(name: str, x: ArrayInput, total: int, *, fewest: int = 1) -> jax.Array:
-    """(N + 1,) int32 cumulative lengths of at least `fewest` sequences, in order and inside the tokens there are."""
+def cumulative_lengths(
+    name: str, x: ArrayInput, total: int, *, fewest: int = 1, values: np.ndarray | None = None
+) -> jax.Array:
+    """(N + 1,) int32 cumulative lengths of at least `fewest` sequences, in order and inside the tokens there are.
+
+    Where the values of an array on the device were read anyway (`values`), they are checked.
+    """
     cumulative = integers(name, x, 1)
     if cumulative.shape[0] <= fewest:
         raise ValueError(f"{name} must have shape (sequences + 1,), got {cumulative.shape}")
-    xp = jnp if isinstance(cumulative, jax.Array) else np
+    read = cumulative if values is None else values
+    bad = _misplaced(read, total) if isinstance(read, jax.Array) else misplaced(np, read, total)
     message = f"{name} must start at 0, never decrease, and end within the {total} tokens"
-    check_rows(cumulative, misplaced(xp, cumulative, total), message)
-    return jnp.clip(jax.lax.cummax(jnp.asarray(cumulative, jnp.int32)), 0, total)
+    check_rows(read, bad, message)
+    return _in_order(jnp.asarray(cumulative, jnp.int32), total)
+
+
+@partial(jax.jit, static_argnums=1)
+def _in_order(cumulative: jax.Array, total: int) -> jax.Array:
+    return jnp.clip(jax.lax.cummax(cumulative), 0, total)
 
 
 def misplaced(xp: Any, cumulative: Any, total: int) -> Any:
@@ -136,6 +148,11 @@ def misplaced(xp: Any, cumulative: Any, total: int) -> Any:
     before = xp.concatenate([xp.zeros(1, cumulative.dtype), cumulative[:-1]])
     first = xp.arange(cumulative.shape[0]) == 0
     return (cumulative < before) | (cumulative > total) | (first & (cumulative != 0))
+
+
+@partial(jax.jit, static_argnums=1)
+def _misplaced(cumulative: jax.Array, total: int) -> jax.Array:
+    return misplaced(jnp, cumulative, total)
 
 
 def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:

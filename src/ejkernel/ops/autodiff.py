@@ -40,6 +40,11 @@ def _results(plan: Plan) -> dict[str, Dims]:
     return {name: Dims(names) for name, names in known.items()}
 
 
+def _whole(plan: Plan) -> frozenset[str]:
+    """The arrays that have a row for every one of the batch."""
+    return frozenset(name for name, dims in plan.operation.arrays.items() if not dims.broadcasts)
+
+
 # compiled here, so that calls outside jit share programs too: a plan is hashable and says all that is static
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
@@ -53,8 +58,7 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
 
     operation = plan.operation
     split = partitioned(one, operation.splits, [operation.arrays], _results(plan)) if plan.implicit else one
-    whole = frozenset(name for name, dims in operation.arrays.items() if not dims.broadcasts)
-    return fold_forward(allow_empty(split), whole)(arrays)
+    return fold_forward(allow_empty(split), _whole(plan))(arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -73,7 +77,8 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
     groups = [operation.arrays, _results(plan), _results(plan)]
     split = partitioned(one, operation.splits, groups, operation.arrays, gradients=True) if plan.implicit else one
     trained = frozenset(name for name, dims in operation.arrays.items() if dims.grad)
-    return fold_backward(allow_empty_gradient(split, trained), trained)(arrays, residuals, cotangents)
+    whole = trained | _whole(plan)
+    return fold_backward(allow_empty_gradient(split, trained), whole)(arrays, residuals, cotangents)
 
 
 def _differentiated_again(plan: Plan, *_: Any) -> Any:
@@ -92,10 +97,15 @@ def _execute(plan: Plan, arrays: Arrays) -> Arrays:
     return _named(forward(plan, arrays)[0])
 
 
-# outside jit, a shard_map has no symbolic zeros (0.10 to 0.12)
-@partial(jax.jit, static_argnums=0)
 def execute(plan: Plan, arrays: Arrays) -> Arrays:
     """Run a plan: differentiable in the arrays the operation declares, and vmap-able in all."""
+    with jax.debug_infs(False):  # lse of a row that sees nothing is -inf, and a result even where nobody asks for it
+        return _executed(plan, arrays)
+
+
+# outside jit, a shard_map has no symbolic zeros (0.10 to 0.12)
+@partial(jax.jit, static_argnums=0)
+def _executed(plan: Plan, arrays: Arrays) -> Arrays:
     return _execute(plan, arrays)
 
 

@@ -46,10 +46,11 @@ def fold_forward(function: Callable[[Any], Any], whole: frozenset[str]) -> Calla
     return wrapped
 
 
-def fold_backward(function: Callable[[Any, Any, Any], Any], trained: frozenset[str]) -> Callable[[Any, Any, Any], Any]:
+def fold_backward(function: Callable[[Any, Any, Any], Any], whole: frozenset[str]) -> Callable[[Any, Any, Any], Any]:
     """A function (arrays, residuals, cotangents) -> gradients by array name.
 
-    Arrays named in `trained` get a gradient for every mapped call, so their broadcast rows are expanded; no others'.
+    The rows of arrays named in `whole` are expanded, no others': they get a gradient for every mapped call, or never
+    broadcast.
     """
     wrapped = jax.custom_batching.custom_vmap(function)
 
@@ -58,7 +59,7 @@ def fold_backward(function: Callable[[Any, Any, Any], Any], trained: frozenset[s
     def rule(axis_size, in_batched, *groups):  # pyright: ignore[reportUnusedFunction]
         B = max(batch_size(group, mapped) for group, mapped in zip(groups, in_batched, strict=True) if group)
         arrays, mapped = groups[0], in_batched[0]
-        folded = {name: _fold(x, mapped[name], axis_size, B, name in trained) for name, x in arrays.items()}
+        folded = {name: _fold(x, mapped[name], axis_size, B, name in whole) for name, x in arrays.items()}
         others = [
             {name: _fold(x, mapped[name], axis_size, B, expand=True) for name, x in group.items()}
             for group, mapped in zip(groups[1:], in_batched[1:], strict=True)

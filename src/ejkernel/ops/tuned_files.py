@@ -227,7 +227,7 @@ def unsaved(path: Path) -> TunedConfigs:
 def user_file(kind: str) -> Path:
     """The user's tuned file for a device kind."""
     folder = os.environ.get("EJKERNEL_CACHE_DIR")
-    if folder is None:
+    if not folder:
         import platformdirs
 
         folder = platformdirs.user_cache_dir("ejkernel")

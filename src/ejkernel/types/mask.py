@@ -124,15 +124,15 @@ class MaskInfo(MaskParts):
         """
         array = jnp.asarray(bool_array("mask", mask))
         if array.ndim == 2:
-            ids = jnp.where(array, 0, -1).astype(jnp.int32)
+            ids = segments.shown(array)
             return cls(ids.shape[1], ids.shape[1], ids, ids)
         if array.ndim not in (3, 4):
             raise ValueError(f"mask must have shape (B, S), (B, T, S) or (B, H, T, S), got {array.shape}")
         dense = array if array.ndim == 4 else array[:, None]
         B, H, T, S = dense.shape
         if H == 1 and (T == 1) != (S == 1):
-            given = jnp.where(dense.reshape(B, T * S), 0, -1).astype(jnp.int32)
-            all_alike = jnp.zeros((B, 1), jnp.int32)
+            given = segments.shown(dense.reshape(B, T * S))
+            all_alike = segments.one_for_all(given)
             q_ids, kv_ids = (all_alike, given) if T == 1 else (given, all_alike)
             return cls(T * S, T * S, q_ids, kv_ids)
         q_len, kv_len = (S if T == 1 else T), (T if S == 1 else S)
@@ -166,8 +166,7 @@ class MaskInfo(MaskParts):
             raise ValueError(f"cu_q and cu_kv must describe as many sequences, got {q_cu.shape=}, {kv_cu.shape=}")
         q_ids, q_pos = segments.from_cu_seqlens(q_cu, q_len)
         kv_ids, kv_pos = segments.from_cu_seqlens(kv_cu, kv_len)
-        ahead = jnp.diff(kv_cu) - jnp.diff(q_cu)  # (N,) keys before each sequence's first query
-        q_pos = jnp.where(q_ids >= 0, q_pos + ahead[jnp.maximum(q_ids, 0)], 0)
+        q_pos = segments.ends_aligned(q_ids, q_pos, q_cu, kv_cu)
         return cls(q_len, kv_len, q_ids, kv_ids, q_pos, kv_pos, cross=not same(q_ids, kv_ids))
 
     @classmethod
@@ -372,7 +371,8 @@ class MaskInfo(MaskParts):
     def bias(self) -> jax.Array:
         """The mask to add to logits: float32 (B, H or 1, T, S), 0 where visible, else the lowest finite number.
 
-        A bias cannot say that a query sees nothing: such a row becomes a uniform softmax.
+        A bias cannot say that a query sees nothing: in a plain softmax such a row becomes a uniform one. The functions
+        of this library take it for a row that sees nothing.
         """
         return jnp.where(self.attention_mask, 0.0, jnp.finfo(jnp.float32).min).astype(jnp.float32)
 

@@ -1,12 +1,17 @@
 """Segment ids: (B, L) int32 per side; a query sees the keys with its own id, negative ids are padding."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import concrete
 
+# what makes ids is compiled: outside jit, its constants would be sent to the device one by one
 
+
+@partial(jax.jit, static_argnums=1)
 def from_lengths(lengths: jax.Array, length: int) -> jax.Array:
     """Ids 0 below each length and -1 beyond: (B,) -> (B, L)."""
     return jnp.where(jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None], 0, -1).astype(jnp.int32)
@@ -22,6 +27,7 @@ def searched(ascending: jax.Array, at: jax.Array | np.ndarray, side: str = "righ
     return jnp.searchsorted(ascending, at, side=side, method=method).astype(jnp.int32)
 
 
+@partial(jax.jit, static_argnums=1)
 def from_cu_seqlens(cu: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Ids (the sequence's number) and positions within the sequence, both (1, L); tokens past the end get -1 and 0."""
     index = jnp.arange(length, dtype=jnp.int32)
@@ -32,6 +38,26 @@ def from_cu_seqlens(cu: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     return ids[None], positions[None]
 
 
+@jax.jit
+def shown(mask: jax.Array) -> jax.Array:
+    """Ids 0 where a bool array shows a token and -1 where it hides one."""
+    return jnp.where(mask, 0, -1).astype(jnp.int32)
+
+
+@jax.jit
+def one_for_all(ids: jax.Array) -> jax.Array:
+    """Ids (B, 1) of another side, all of whose tokens are in the segment 0 of `ids` (B, L)."""
+    return jnp.zeros((ids.shape[0], 1), jnp.int32)
+
+
+@jax.jit
+def ends_aligned(q_ids: jax.Array, q_pos: jax.Array, q_cu: jax.Array, kv_cu: jax.Array) -> jax.Array:
+    """Positions of queries that are the last tokens of their sequences' keys; 0 for padding."""
+    ahead = jnp.diff(kv_cu) - jnp.diff(q_cu)  # (N,) keys before each sequence's first query
+    return jnp.where(q_ids >= 0, q_pos + ahead[jnp.maximum(q_ids, 0)], 0)
+
+
+@jax.jit
 def positions_within(ids: jax.Array) -> jax.Array:
     """How many earlier tokens of the row have the same id (0 for padding); segments need not be contiguous."""
     order = jnp.argsort(ids, axis=-1, stable=True)
@@ -42,6 +68,7 @@ def positions_within(ids: jax.Array) -> jax.Array:
     return jnp.where(ids >= 0, jnp.take_along_axis(index - starts, inverse, axis=-1), 0)
 
 
+@jax.jit
 def intersect(q_a: jax.Array, kv_a: jax.Array, q_b: jax.Array, kv_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Ids of the pairs (a, b), so that equal pairs get equal ids; one side's ids are kept where the other has only one.
 

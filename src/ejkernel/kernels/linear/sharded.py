@@ -76,7 +76,7 @@ def _kept(call: Call) -> tuple[jax.Array, jax.Array]:
     if "g" in call:
         log_k += total(call["g"])[..., None, None]
     if "g_gamma" in call:
-        log_k += (member.sum(1)[:, :, None] * call["g_gamma"][:, None])[..., None, None]
+        log_k += (member.sum(1, dtype=jnp.float32)[:, :, None] * call["g_gamma"][:, None])[..., None, None]
     if "gk" in call:
         log_k += total(call["gk"])[..., None]
     log_v = total(call["gv"])[..., None, :] if "gv" in call else jnp.zeros((B, N, H, 1, 1), jnp.float32)

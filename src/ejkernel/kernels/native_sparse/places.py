@@ -113,7 +113,7 @@ def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> t
                 f"{T} queries and {S} keys"
             )
         values = concrete(cu_seqlens)
-        checked = cumulative_lengths("cu_seqlens", cu_seqlens if values is None else values, T)
+        checked = cumulative_lengths("cu_seqlens", cu_seqlens, T, values=values)
         # host values stay there: they say how many blocks there are
         return (checked if values is None else np.asarray(values, np.int32)), None
     if kv_lengths is not None:

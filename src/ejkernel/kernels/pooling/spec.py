@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import FLOATS, INT32_MAX, check_has_numbers, concrete, cumulative_lengths
+from ejkernel.checks.arrays import INT32_MAX, concrete, cumulative_lengths, float_array
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
 from ejkernel.kernels.common.pieces import cut, most_pieces
@@ -31,13 +31,10 @@ class Spec:
 
 def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Call:
     """Check a call and name its arrays: `x` (B, T, H, D) and, for packed sequences, `cu_seqlens` (1, N + 1)."""
-    check_has_numbers("x", x)
-    x = jnp.asarray(x)
+    x = float_array("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must be (batch, length, heads, head_dim), its shape is {x.shape}")
     x = folded(x)
-    if x.dtype.name not in FLOATS:
-        raise TypeError(f"x must be one of {', '.join(FLOATS)}, it is {x.dtype}")
     chunk_size = static_int("chunk_size", chunk_size, 1)
     if chunk_size > INT32_MAX:
         raise ValueError(f"chunk_size={chunk_size} must fit in int32")
@@ -47,7 +44,7 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     if B != 1:
         raise ValueError(f"with cu_seqlens x must be (1, tokens, heads, head_dim), its shape is {x.shape}")
     values = concrete(cu_seqlens)
-    ends = cumulative_lengths("cu_seqlens", cu_seqlens if values is None else values, T, fewest=0)
+    ends = cumulative_lengths("cu_seqlens", cu_seqlens, T, fewest=0, values=values)
     if values is None:
         rows = most_pieces(T, ends.size - 1, chunk_size)
     else:

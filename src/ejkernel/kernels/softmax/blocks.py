@@ -95,6 +95,8 @@ def _answers_ints(function: Callable[..., Any]) -> bool:
 
 
 def _called(function: Callable[..., Any], counts: Counts) -> np.ndarray:
+    if counts[0] == 0:  # an empty batch, of whose rows nobody can be asked
+        return np.zeros((1, *counts[1:]), bool)
     answers = np.array([function(*at) for at in np.ndindex(*counts)])
     if answers.shape != (math.prod(counts),):
         raise _not_one_bool(answers.shape[1:])

@@ -402,8 +402,8 @@ def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], so
     out, lse = outputs["out"], outputs["lse"]
     if call.spec.with_argmax:
         out = _unnormalised(call.spec, call.arrays, outputs, softmax_aux)
-    out, lse = unfolded(out, shape[:-3]), unfolded(lse, shape[:-3])
-    return (out, lse) if call.spec.with_lse else out
+    out = unfolded(out, shape[:-3])
+    return (out, unfolded(lse, shape[:-3])) if call.spec.with_lse else out
 
 
 @partial(jax.jit, static_argnums=0)

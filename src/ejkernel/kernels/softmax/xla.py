@@ -140,8 +140,12 @@ def _tiling(call: Call, config: Config) -> _Tiling:
 
 
 def _scale_in_query(call: Call) -> bool:
-    """Whether the scale can move into the queries, saving a pass over every tile, without rounding them more."""
-    return call["query"].dtype == jnp.float32 or math.frexp(abs(call.spec.scale))[0] == 0.5
+    """Whether the scale can move into the queries, saving a pass over every tile, without rounding them more.
+
+    A power of two may take float16 out of its range.
+    """
+    dtype = call["query"].dtype
+    return dtype == jnp.float32 or (dtype == jnp.bfloat16 and math.frexp(abs(call.spec.scale))[0] == 0.5)
 
 
 def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
