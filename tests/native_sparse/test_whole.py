@@ -218,3 +218,10 @@ def test_more_queries_than_keys():
     given = arrays(gates=("g_slc",))
     with pytest.raises(ValueError, match="70 queries are the last tokens of only 60 keys"):
         native_sparse_attention(**given | {name: given[name][:, :60] for name in ("key", "value")})
+
+
+def test_packed_sequences_that_are_all_empty():
+    query, key, gate = jnp.ones((1, 8, 2, 8)), jnp.ones((1, 8, 1, 8)), jnp.ones((1, 8, 2))
+    cu = jnp.array([0, 0, 0])
+    out = native_sparse_attention(query, key, key, gate, gate, cu_seqlens=cu, block_size=4, block_counts=4)
+    assert out.shape == query.shape and not out.any()

@@ -399,3 +399,9 @@ def test_registry():
 
 def test_modes():
     assert [AttentionImpl.get_mode(jnp.ones((2, n, 1, 1))) for n in (1, 2)] == ["decode", "prefill"]
+
+
+def test_the_definition_has_no_kernel_of_a_platform():
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(NotImplementedError, match="which XLA computes on every device; it has no platform 'cudnn'"):
+        VanillaAttn(AttentionMetadata(platform="cudnn"))(x, x, x)

@@ -161,6 +161,8 @@ def test_what_our_cudnn_refuses_is_left_to_jax(monkeypatch):
     assert_close({"out": ours}, {"out": theirs(Q, KEY, VALUE, **bias)})
     with pytest.raises(NotImplementedError, match="cannot do this call"):
         dot_product_attention(Q, KEY, VALUE, dropout_rate=0.5, dropout_rng=jax.random.key(0), implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="cannot do this call"):
+        dot_product_attention(Q, KEY, VALUE, **bias, precision="highest", implementation="cudnn")
 
 
 WRONG = {

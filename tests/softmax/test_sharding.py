@@ -346,3 +346,16 @@ def test_specs_need_a_mesh(name):
     q = normal("q", (1, 4, 1, 4))
     with pytest.raises(ValueError, match="in_specs and out_specs need mesh=, or a mesh around the call"):
         flash_attention(q, q, q, **{name: (P(),) * 3})
+
+
+def test_what_no_mesh_would_honour(mesh):
+    q = normal("q", (2, T, H, D))
+    with pytest.raises(TypeError, match=r"mesh='dp' must be a jax\.sharding\.Mesh"):
+        flash_attention(q, q, q, mesh="dp")
+    with pytest.raises(ValueError, match="out_specs needs in_specs, or arrays whose types say"):
+        flash_attention(q, q, q, mesh=mesh_of(AxisType.Auto), out_specs=P("dp"))
+    specs = {"mesh": mesh, "in_specs": (P("dp"),) * 3}
+    with pytest.raises(ValueError, match=r"out_specs names unknown outputs \['outt'\]; known: \['out', 'lse'"):
+        flash_attention(q, q, q, **specs, out_specs={"outt": P("dp")})
+    with pytest.raises(ValueError, match="out_specs has 9 entries for"):
+        flash_attention(q, q, q, **specs, out_specs=(P("dp"),) * 9)

@@ -184,6 +184,11 @@ class VanillaAttn(AttentionImpl):
     ) -> AttentionOutput:
         """As in `FlashAttn`; the output has the weights too."""
         self.refuse(PAGED, cache_metadata=cache_metadata)
+        if self.metadata.platform not in (None, "auto", "xla"):
+            raise NotImplementedError(
+                f"VanillaAttn is the definition, which XLA computes on every device; it has no platform "
+                f"{self.metadata.platform!r}"
+            )
         q, k, v = self.cast(q, k, v)
         out, weights = attention(
             q,

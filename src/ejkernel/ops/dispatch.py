@@ -242,6 +242,8 @@ def run(
         shards = replace(shards, in_specs=likely_specs(operation, call, mesh))
     if shards.in_specs is not None or typed_specs(call):
         return run_sharded(operation, call, shards, Here(operation, platform, cfg))
+    if shards.out_specs is not None:
+        raise ValueError("out_specs needs in_specs, or arrays whose types say how they are split (Explicit axes)")
     return run_here(operation, call, platform, cfg)
 
 

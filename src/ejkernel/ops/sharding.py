@@ -37,6 +37,8 @@ class Shards:
     out_specs: Any = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh | AbstractMesh | None):
+            raise TypeError(f"mesh={self.mesh!r:.80} must be a jax.sharding.Mesh")
         if (self.in_specs is not None or self.out_specs is not None) and self.found_mesh is None:
             raise ValueError(
                 "in_specs and out_specs need mesh=, or a mesh around the call (jax.set_mesh, `with mesh:`)"
@@ -387,7 +389,12 @@ def split_vmap(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any,
 def _output_specs(operation: Operation, out_specs: Any) -> dict[str, PartitionSpec]:
     if out_specs is None:
         return {}
+    names = list(operation.outputs)
     if isinstance(out_specs, Mapping):
+        if unknown := sorted(set(out_specs) - set(names)):
+            raise ValueError(f"out_specs names unknown outputs {unknown}; known: {names}")
         return dict(out_specs)
     listed = [out_specs] if isinstance(out_specs, PartitionSpec) else list(out_specs)
-    return dict(zip(operation.outputs, listed, strict=False))
+    if len(listed) > len(names):
+        raise ValueError(f"out_specs has {len(listed)} entries for {len(names)} outputs {names}")
+    return dict(zip(names, listed, strict=False))

@@ -214,8 +214,9 @@ def _with_compressed(call: Call, cu: Any, steps: Steps) -> Call:
     arrays = dict(call.arrays)
     for name in ("key", "value"):
         pooled = pooling.canonicalise(call[name], cu, chunk_size=call.spec.block_size)
-        means = steps.run(MEAN_POOLING, pooled, takes_cfg=False)["out"]
-        arrays[f"compressed_{name}"] = means[:, : call.spec.rows]
+        means = steps.run(MEAN_POOLING, pooled, takes_cfg=False)["out"][:, : call.spec.rows]
+        missing = call.spec.rows - means.shape[1]  # sequences that are all empty have no blocks, and a call has one
+        arrays[f"compressed_{name}"] = jnp.pad(means, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else means
     return Call(call.spec, arrays, call.target)
 
 

@@ -66,7 +66,8 @@ def dot_product(
     try:
         outputs = run(FLASH_ATTENTION, call, platform=platform, cfg=cfg)
     except NotImplementedError:
-        if implementation != "cudnn" or call.spec.dropout or target_of(call.arrays.values()).backend != "gpu":
+        ours = call.spec.dropout or any(option is not None for option in (dtype, precision, cfg))
+        if implementation != "cudnn" or ours or target_of(call.arrays.values()).backend != "gpu":
             raise
         # what our cuDNN refuses: there it keeps fewer promises about hidden keys, but it was asked for by name
         return jax.nn.dot_product_attention(**arguments._asdict(), implementation="cudnn")
