@@ -102,7 +102,7 @@ def pytest_runtest_setup(item):
 
 # compiled programs pile up, and are forgotten when a worker has grown by so many bytes since it last forgot them. Not
 # more often: what is forgotten is traced anew, and what a worker has besides (libraries, say) is nearly as much
-MOST_GROWTH = 0.5e9
+MOST_GROWTH = 0.3e9
 LEAST_MEMORY = 1.6e9
 _kept = 0
 
