@@ -99,8 +99,18 @@ def _execute(plan: Plan, arrays: Arrays) -> Arrays:
 
 def execute(plan: Plan, arrays: Arrays) -> Arrays:
     """Run a plan: differentiable in the arrays the operation declares, and vmap-able in all."""
-    with jax.debug_infs(False):  # lse of a row that sees nothing is -inf, and a result even where nobody asks for it
+    # lse of a row that sees nothing is -inf, and a result even where nobody asks for it
+    with jax.debug_infs(False), _mesh_said():
         return _executed(plan, arrays)
+
+
+def _mesh_said() -> Any:
+    """The abstract mesh that there is, also where it is none.
+
+    A gradient is traced under a mesh of no axes, what it differentiates under none, and to the cache of JAX 0.10 these
+    differ: the forward would be traced twice.
+    """
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
 
 # outside jit, a shard_map has no symbolic zeros (0.10 to 0.12)
