@@ -75,6 +75,17 @@ def test_the_cases_of_an_operation(measured):
     assert [*kept()] == ["scaled_dot_product_attention"] and {T for T, _ in measured} == {8}
 
 
+def test_an_operation_made_of_anothers_calls(measured):
+    """A device's part is measured, and kept under the name that it is looked up by."""
+    code, said = tune("ring_attention", *SIZES)
+    assert code == 0 and len(measured) == 3 and "1 tuned, kept in" in said
+    assert [*kept()] == ["flash_attention"]
+    code, said = tune("ring_attention", *SIZES)
+    assert code == 0 and "already tuned, --again measures it again" in said and len(measured) == 3
+    said = CliRunner().invoke(app, ["explain", "ring_attention", *SIZES]).output
+    assert f"config: {FAST} (from the user's tuned file)" in " ".join(said.split())
+
+
 def test_an_interrupt_keeps_what_was_done(measured, monkeypatch):
     made_up = tuning._measure
 

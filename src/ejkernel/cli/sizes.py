@@ -76,7 +76,8 @@ def described(operation: str, sizes: dict[str, Any]) -> dict[str, Any]:
     arguments = {} if unknown else family.arguments(operation, **sizes)
     given = {name: value for name, value in arguments.items() if value is not None}
     taken = inspect.signature(family.function(operation)).parameters
-    unknown += [name for name in given if name not in taken]
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in taken.values()):  # else it checks them itself
+        unknown += [name for name in given if name not in taken]
     if unknown:
         raise ValueError(f"{operation} has no {', '.join(unknown)}")
     return given

@@ -85,12 +85,12 @@ def measured_times(operation: Operation, call: Call, gradient: bool) -> Measured
     """Those of the bucket nearest to the call's, and of those equally near, of the most specific source."""
     bucket = operation.bucket(call)
     sources = tuned_sources(call.target)
-    nears = [(source.tuned.nearest(operation.name, bucket, gradient), source) for source in sources]
+    nears = [(source.tuned.nearest(operation.measured_as, bucket, gradient), source) for source in sources]
     found = [(near, source) for near, source in nears if near is not None]
     if not found:
         return Measured(bucket, call.target.kind, {})
     (_, near), source = min(found, key=lambda one: one[0][0])
-    return Measured(near, source.kind, source.tuned.times(operation.name, near, gradient))
+    return Measured(near, source.kind, source.tuned.times(operation.measured_as, near, gradient))
 
 
 def check_config(cfg: Any) -> None:
@@ -114,9 +114,15 @@ def build_config(implementation: Implementation, cfg: Any, platform: str) -> Any
 UNGIVEN: Any = object()
 
 
+def _overrides(operation: Operation) -> list[Any]:
+    """Those of `use_config` for an operation's own name, and for that whose configs it has."""
+    overrides = _OVERRIDES.get()
+    return [overrides[name] for name in (operation.name, operation.measured_as) if name in overrides]
+
+
 def overridden(operation: Operation) -> bool:
     """Whether the call is inside a `use_config` for its operation."""
-    return operation.name in _OVERRIDES.get()
+    return bool(_overrides(operation))
 
 
 def given_config(
@@ -127,9 +133,9 @@ def given_config(
         return None
     if cfg is not None:
         return build_config(implementation, cfg, platform), "cfg="
-    override = _OVERRIDES.get().get(operation.name)
-    if isinstance(override, dict | implementation.Config):
-        return build_config(implementation, override, platform), "use_config"
+    for override in _overrides(operation):
+        if isinstance(override, dict | implementation.Config):
+            return build_config(implementation, override, platform), "use_config"
     return None
 
 
@@ -142,12 +148,12 @@ def choose_config(
         return given
     bucket = operation.bucket(call)
     for source, _, tuned in tuned_sources(call.target):
-        fields = tuned.find(operation.name, bucket, platform)
+        fields = tuned.find(operation.measured_as, bucket, platform)
         if fields is not None:
             try:
                 config = implementation.Config(**fields)
             except (TypeError, ValueError) as error:  # a file of another version of this Config
-                entry = f"{operation.name}, {bucket}, {platform}"
+                entry = f"{operation.measured_as}, {bucket}, {platform}"
                 warnings.warn(f"{source}: the config of {entry} is unusable and passed over: {error}", stacklevel=2)
                 continue
             # tuned for another length of the same bucket, it may not fit this one

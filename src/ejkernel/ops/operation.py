@@ -157,6 +157,8 @@ class Operation:
         example: arrays like those of a call whose values are unknown, for tuning: a full one, with legal indices.
         probes: one small call per feature, for the generated support table.
         no_gradient: of an operation none of whose arrays has one, what to do instead.
+        configs_of: of an operation made of another's calls, the name of that one: what is measured of it is kept and
+            found under that name, and a `use_config` for that one is for these calls too, after one for their own name.
     """
 
     name: str
@@ -169,6 +171,12 @@ class Operation:
     example: Callable[[Call], Arrays] = random_arrays
     probes: Callable[[], dict[str, Call]] = _no_probes
     no_gradient: str = "it has no gradient"
+    configs_of: str | None = None
+
+    @property
+    def measured_as(self) -> str:
+        """The name that tuned files have for it."""
+        return self.configs_of or self.name
 
     def path(self, platform: str, backend: str) -> str | None:
         """Module path of the implementation for a platform on a backend."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import core as jax_core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.ops import tuning
 from ejkernel.ops.operation import Arrays, Call, Dims, Operation
 from ejkernel.ops.target import ambient_mesh
 
@@ -342,9 +343,12 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
         return run(Call(call.spec, arrays, call.target))
 
     # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
-    shapes = jax.eval_shape(alone, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
+    with tuning.paused():
+        shapes = jax.eval_shape(alone, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
     out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
-    return _shard_map(local, mesh, (in_specs,), out_specs)(call.arrays)
+    mapped = _shard_map(local, mesh, (in_specs,), out_specs)
+    # outside jit nothing can be measured inside of it
+    return (jax.jit(mapped) if tuning.active() else mapped)(call.arrays)
 
 
 def _shard_map(function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any):

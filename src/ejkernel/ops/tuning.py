@@ -65,6 +65,7 @@ def autotune(*, save: bool = True, progress: bool = True, again: bool = True) ->
     The winner is used at once and, with `save`, written to the user's tuned file for later runs;
     where that cannot be written, a warning says so and the winner serves this process. Without `again`, what that file
     has is used as it is. The list that `as` names grows by what was measured.
+    Of a call that is split over devices, a device's part is measured, on one of them.
     Inside jit the arrays' values are unknown, so an example of the operation in the same shapes is measured.
 
     >>> import jax.numpy as jnp
@@ -79,6 +80,16 @@ def autotune(*, save: bool = True, progress: bool = True, again: bool = True) ->
     token = _SESSION.set(session)
     try:
         yield session.found
+    finally:
+        _SESSION.reset(token)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Within, nothing is measured."""
+    token = _SESSION.set(None)
+    try:
+        yield
     finally:
         _SESSION.reset(token)
 
@@ -129,7 +140,7 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
     """The fastest config of the search space for a call; measured once per bucket in a context."""
     session = _SESSION.get()
     assert session is not None
-    key = (operation.name, operation.bucket(call), platform)
+    key = (operation.measured_as, operation.bucket(call), platform)
     if key in session.done:
         return session.done[key]
     if not session.again:
@@ -137,16 +148,17 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
         if source == USERS:
             return config
     # measured configs must not start a tuning of their own; tracing around this call must not swallow it
-    token = _SESSION.set(None)
-    try:
-        with jax.ensure_compile_time_eval():
-            found = _search(operation, implementation, platform, call, session.progress)
-    finally:
-        _SESSION.reset(token)
+    with paused(), jax.ensure_compile_time_eval():
+        if isinstance(jnp.zeros(()), jax_core.Tracer):
+            raise RuntimeError(
+                f"autotune() cannot measure {operation.name} in a shard_map outside of jit, where every step is one of "
+                "all devices: put jax.jit around the shard_map"
+            )
+        found = _search(operation, implementation, platform, call, session.progress)
     session.found.append(found)
     session.done[key] = found.best
     if session.save:
-        keep(found.entry(operation.name), user_file(call.target.kind))
+        keep(found.entry(operation.measured_as), user_file(call.target.kind))
     return found.best
 
 

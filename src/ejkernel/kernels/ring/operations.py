@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from ejkernel.kernels.ring.sharded import along_length
+from ejkernel.kernels.ring.sharded import HOP, along_length
 from ejkernel.kernels.ring.spec import ARRAYS, OUTPUTS, Spec
 from ejkernel.kernels.softmax import operations as softmax
 from ejkernel.kernels.softmax import spec as softmax_spec
@@ -31,6 +31,7 @@ RING_ATTENTION = Operation(
     splits=Splits(free=("B", "H", "Hkv"), tied=(("T", "S"),), grouped=(("H", "Hkv"),), passed_on={"T": along_length}),
     example=softmax.example,
     probes=probes,
+    configs_of=HOP.configs_of,
 )
 
 OPERATIONS = (RING_ATTENTION,)

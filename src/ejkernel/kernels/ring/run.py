@@ -1,19 +1,20 @@
 """Where the tokens of a call lie: inside a shard_map, on a mesh given or around the call, or as the arrays say."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from ejkernel.kernels.common.batch import shards as folded_shards
 from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.operations import RING_ATTENTION
-from ejkernel.kernels.ring.sharded import along_length
+from ejkernel.kernels.ring.sharded import HOP, along_length, over_heads
 from ejkernel.kernels.ring.spec import ARRAYS, canonicalise
 from ejkernel.kernels.ring.walk import indices_decide, meets_in_halves
-from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Shards
 from ejkernel.ops import run as run_operation
@@ -60,7 +61,7 @@ def _inside(arrays: Any, axes: Axes, devices: int, shards: Any, platform: Any, c
         )
     call = settled(canonicalise(*arrays, devices=devices, **options))
     if explaining():
-        answer(_explained(call, devices, axes, platform, cfg))
+        answer(_explained(call, tuple(lax.axis_size(axis) for axis in axes), axes, platform, cfg))
     return call, along_length(call, axes, Here(RING_ATTENTION, platform, cfg))
 
 
@@ -100,33 +101,75 @@ def _specs(call: Call, axes: Axes, mesh: Any, typed: dict[str, PartitionSpec]) -
 
 def _explanation(call: Call, axes: Axes, split: Shards, platform: Any, cfg: Any) -> Any:
     mesh: Any = split.found_mesh
-    devices = parts(axes, mesh)
-    dims = dimensions(call)
-    if dims.T % devices or dims.S % devices:
-        raise ValueError(f"lengths {dims.T} and {dims.S} do not divide over {axes} of {devices} devices")
-    part: dict[str, Any] = {name: _cut(name, x, dict.fromkeys("TS", devices)) for name, x in call.arrays.items()}
-    return _explained(replace(call, arrays=part), devices, axes, platform, cfg)
+    specs: Any = split.in_specs
+    query = specs.get("query", ()) if isinstance(specs, dict) else next(iter(specs), ())
+    batch, _, heads, *_ = (axes_of(entry) for entry in (*query, *[None] * 4))
+    dims, divided = dimensions(call), {}
+    for letter, over in {"B": batch, "T": axes, "S": axes, "H": heads}.items():
+        size, divided[letter] = getattr(dims, letter), parts(over, mesh)
+        if size % divided[letter]:
+            raise ValueError(
+                f"dimension {letter} of size {size} does not divide over {over} of {divided[letter]} devices"
+            )
+    divided["Hkv"] = dims.Hkv // max(1, dims.Hkv // divided["H"])  # a device has what its query heads need
+    part = _sized(call, 1, divided)
+    return _explained(part, tuple(mesh.shape[axis] for axis in axes), axes, platform, cfg)
 
 
-def _cut(name: str, x: Any, parts: dict[str, int]) -> Any:
-    """An array's shape with the dimensions of these letters in so many parts; what broadcasts is not cut."""
-    sizes = [n if n == 1 else n // parts.get(letter, 1) for letter, n in zip(ARRAYS[name].axes, x.shape, strict=True)]
-    return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+def _sized(call: Call, times: int, divided: dict[str, int], letters: str = "") -> Call:
+    """A call on shapes, with `letters` so many times as long, and others in parts; what broadcasts stays."""
+
+    def size(letter: str, n: int) -> int:
+        return n if n == 1 else n * (times if letter in letters else 1) // divided.get(letter, 1)
+
+    shapes = {n: [*map(size, ARRAYS[n].axes, x.shape)] for n, x in call.arrays.items()}
+    arrays: dict[str, Any] = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in call.arrays.items()}
+    return replace(call, arrays=arrays)
 
 
-def _explained(call: Call, devices: int, axes: Axes, platform: Any, cfg: Any) -> Any:
+def _heads_apart(call: Call, axis: Axes, devices: int) -> Call:
+    """All tokens of an axis, and a part of the heads."""
+    repeats = over_heads(call, axis, devices)
+    return _sized(call, devices, {"H": devices, "Hkv": devices // repeats}, "TS")
+
+
+def _explained(call: Call, devices: tuple[int, ...], axes: Axes, platform: Any, cfg: Any) -> Any:
     """Which way tokens travel, and what each device's calls run."""
-    halves = meets_in_halves(call)
-    hop: dict[str, Any] = {name: _cut(name, x, {"C": devices}) for name, x in call.arrays.items() if name != "sinks"}
-    if indices_decide(call.spec) and not halves and "q_positions" not in hop:
-        lengths = {"q_positions": call["query"].shape[1], "kv_positions": call["key"].shape[1]}
-        hop |= {name: jax.ShapeDtypeStruct((1, n), "int32") for name, n in lengths.items()}
-    found = choose_platform(FLASH_ATTENTION, Call(call.spec.softmax, hop, call.target), platform, cfg)[1]
-    choice = choose(call, devices) if call.spec.method == "auto" else None
-    way = f"{call.spec.method}, as asked" if choice is None else str(choice)
-    if halves and (call.spec.method if choice is None else choice.method) == "ring":
-        half: dict[str, Any] = {name: _cut(name, x, dict.fromkeys("TS", 2)) for name, x in hop.items()}
-        seen = Call(replace(call.spec.softmax, band=Band()), half, call.target)
-        away = choose_platform(FLASH_ATTENTION, seen, platform, cfg)[1]
+    count, around = math.prod(devices), devices[0]
+    if len(axes) > 1:
+        call = _heads_apart(call, axes[1:], devices[1])
+    choice = choose(call, around) if call.spec.method == "auto" else None
+    method = call.spec.method if choice is None else choice.method
+    way = f"{method}, as asked" if choice is None else str(choice)
+    halves = False
+    if len(axes) == 1 and method == "all_to_all":
+        call = _heads_apart(call, axes, around)
+    elif around > 1:
+        walks = method != "all_gather"
+        halves = walks and meets_in_halves(call)
+        call = _met(call, around, walks, halves)
+    hop = Call(call.spec.softmax, call.arrays, call.target)
+    found = choose_platform(HOP, hop, platform, cfg)[1]
+    if halves:
+        seen = _sized(hop, 1, dict.fromkeys("TS", 2))
+        twice: dict[str, Any] = {
+            n: jax.eval_shape(lambda x: jnp.concatenate([x, x]), x) for n, x in seen.arrays.items()
+        }
+        seen = Call(replace(seen.spec, band=Band()), twice, seen.target)
+        away = choose_platform(HOP, seen, platform, cfg)[1]
         way += f"; {away.platform} for halves that see all of another device's"
-    return replace(found, operation="ring_attention", reason=f"{devices} devices along {axes}: {way}; {found.reason}")
+        way += f", config {away.config} (from {away.config_source})"
+    return replace(found, reason=f"{count} devices along {axes}: {way}; {found.reason}")
+
+
+def _met(call: Call, devices: int, walks: bool, halves: bool) -> Call:
+    """Of a device's part, the call where its queries meet keys that walk, or those of all."""
+    met = _sized(call, 1, {"C": devices}) if walks else _sized(call, devices, {}, "S")
+    lengths = {"q_positions": met["query"].shape[1], "kv_positions": met["key"].shape[1]}
+    arrays: dict[str, Any] = {name: x for name, x in met.arrays.items() if not (walks and name == "sinks")}
+    if indices_decide(call.spec) and not halves and "q_positions" not in arrays:
+        arrays |= {name: jax.ShapeDtypeStruct((1, n), "int32") for name, n in lengths.items()}
+    met = replace(met, arrays=arrays)
+    if call.spec.dropout and call.spec.layout == "zigzag":  # run by run
+        met = _sized(met, 1, dict.fromkeys("TSC" if walks else "T", 2))
+    return met

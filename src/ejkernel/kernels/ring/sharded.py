@@ -21,10 +21,13 @@ from ejkernel.ops.operation import Arrays, Plan
 
 Inner = Callable[[Call], Arrays]
 
+# a device's own call: softmax attention, under the name that was called
+HOP = replace(FLASH_ATTENTION, name="ring_attention", configs_of=FLASH_ATTENTION.name)
+
 
 def along_length(call: Call, axes: tuple[str, ...], run: Here) -> Arrays:
     """A device's part of a call whose tokens are split over `axes`: one, or one for a ring and one for heads."""
-    run = replace(run, operation=FLASH_ATTENTION)
+    run = replace(run, operation=HOP)
     if len(axes) > 2:
         raise ValueError(
             f"tokens are split over {axes}: ring_attention takes one axis, or two, for a ring and for heads"
@@ -126,9 +129,9 @@ def _ordered(arrays: Arrays, letters: str, layout: str, devices: int) -> Arrays:
 # Heads change places ----------------------------------------------------------------------------------------
 
 
-def over_heads(call: Call, axis: tuple[str, ...]) -> int:
-    """How often key heads are repeated so that heads can be split over an axis; an error where they cannot be."""
-    dims, count = dimensions(call), lax.axis_size(axis)
+def over_heads(call: Call, axis: tuple[str, ...], count: int) -> int:
+    """How often key heads are repeated to be split over an axis of so many devices; an error where they cannot be."""
+    dims = dimensions(call)
     if dims.H % count or (dims.Hkv % count and count % dims.Hkv):
         raise ValueError(
             f"query heads H={dims.H} and key heads Hkv={dims.Hkv} do not divide over {axis} of {count} devices, "
@@ -139,7 +142,8 @@ def over_heads(call: Call, axis: tuple[str, ...]) -> int:
 
 def all_to_all(call: Call, axis: tuple[str, ...], inner: Inner) -> Arrays:
     """`inner` on the tokens of all devices of an axis and a part of the heads."""
-    repeats, count, here = over_heads(call, axis), lax.axis_size(axis), lax.axis_index(axis)
+    count, here = lax.axis_size(axis), lax.axis_index(axis)
+    repeats = over_heads(call, axis, count)
 
     def swapped(x: jax.Array, heads: int, length: int) -> jax.Array:
         return lax.all_to_all(x, axis, split_axis=heads, concat_axis=length, tiled=True)
