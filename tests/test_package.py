@@ -109,8 +109,18 @@ def test_public_functions_and_types_are_at_the_top():
 
 
 def test_they_are_loaded_when_they_are_asked_for():
-    code = "import sys, ejkernel; print('ejkernel.modules' in sys.modules); ejkernel.flash_attention"
-    assert python(code + "; print('ejkernel.modules' in sys.modules)").split() == ["False", "True"]
+    code = """
+import sys, ejkernel
+for name in ("__version__", "ops", "use_config", "flash_attention"):
+    getattr(ejkernel, name)
+    print(name, *(module for module in ("jax", "ejkernel.ops", "ejkernel.modules") if module in sys.modules))
+"""
+    assert python(code).splitlines() == [
+        "__version__",
+        "ops jax ejkernel.ops",
+        "use_config jax ejkernel.ops",
+        "flash_attention jax ejkernel.ops ejkernel.modules",
+    ]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))

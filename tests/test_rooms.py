@@ -82,7 +82,7 @@ def test_rooms_import_one_another_one_way():
     floors = order(rooms())
     for ground_up in (["checks", "types", "kernels", "modules", "cache"], ["ops", "kernels/common", "kernels"]):
         assert sorted(ground_up, key=floors.index) == ground_up
-    assert rooms()["checks"] == set() and rooms()["ops"] <= {"checks"}
+    assert rooms()["checks"] == rooms()["families"] == set() and rooms()["ops"] <= {"checks", "families"}
 
 
 @pytest.mark.parametrize(

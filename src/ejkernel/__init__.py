@@ -7,11 +7,12 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ejkernel.families import register_families
 from ejkernel.kernels import FAMILIES
-from ejkernel.ops import autotune, explain, interpret, register_families, use_config
 
 if TYPE_CHECKING:
     from ejkernel.modules import *  # noqa: F403
+    from ejkernel.ops import autotune, explain, interpret, use_config
     from ejkernel.types import *  # noqa: F403
 
 register_families(*FAMILIES)
@@ -22,7 +23,10 @@ __all__ = ["__version__", "autotune", "explain", "interpret", "use_config"]
 
 
 def __getattr__(name: str) -> Any:
-    """What the rooms above have, loaded when it is asked for."""
+    """What the rooms above have, loaded when it is asked for: with JAX, which takes seconds."""
+    if name == "ops" or name in __all__:
+        ops = importlib.import_module("ejkernel.ops")
+        return ops if name == "ops" else getattr(ops, name)
     if not name.startswith("_"):
         for room in (importlib.import_module("ejkernel.modules"), importlib.import_module("ejkernel.types")):
             if name in room.__all__:
@@ -33,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     modules, types = importlib.import_module("ejkernel.modules"), importlib.import_module("ejkernel.types")
-    return sorted({*globals(), *modules.__all__, *types.__all__})
+    return sorted({*globals(), *__all__, *modules.__all__, *types.__all__})

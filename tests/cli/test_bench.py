@@ -25,7 +25,7 @@ from ejkernel.bench.measure import Job, Measured, measure_in_processes
 from ejkernel.bench.report import tuned
 from ejkernel.bench.timing import in_turns
 from ejkernel.bench.workers import TOO_LATE, Lost, spread
-from ejkernel.cli.main import app
+from ejkernel.cli.commands import app
 from ejkernel.kernels.paged.about import FAMILY as PAGED
 from ejkernel.kernels.paged.about.cases import Case as PagedCase
 from ejkernel.kernels.softmax import about

@@ -14,7 +14,7 @@ from ejkernel.about.quiet import Quiet
 from ejkernel.bench import measure
 from ejkernel.bench.contenders import choice
 from ejkernel.cli.bench import Options, _measured
-from ejkernel.cli.main import app
+from ejkernel.cli.commands import app
 from ejkernel.kernels.softmax.about import FAMILY as SOFTMAX
 from ejkernel.models.about import FAMILY
 from ejkernel.models.cases import TRAINED, Case, Model, all_cases

@@ -19,8 +19,8 @@ import ejkernel
 from ejkernel import modules
 from ejkernel.about.answers import Error
 from ejkernel.cli import info
+from ejkernel.cli.commands import _outcome_table, app
 from ejkernel.cli.families import families, known_functions
-from ejkernel.cli.main import _outcome_table, app
 from ejkernel.cli.verify import Outcome, platforms_for, verify
 from ejkernel.kernels.pooling import about as pooling
 from ejkernel.kernels.softmax import about as softmax
@@ -133,7 +133,7 @@ def only(monkeypatch, *checks, **others):
     for name, function in others.items():
         functions[name] = replace(functions[name], where=function)
     monkeypatch.setattr(softmax, "FAMILY", replace(softmax.FAMILY, checks=lambda: [*checks], functions=functions))
-    monkeypatch.setattr("ejkernel.ops.registry._FAMILIES", ["ejkernel.kernels.softmax"])
+    monkeypatch.setattr("ejkernel.families._FAMILIES", ["ejkernel.kernels.softmax"])
 
 
 def scaled_output(query, key, value, **options):

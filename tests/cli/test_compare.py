@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ejkernel.about.benchmark import BOTH, FORWARD
-from ejkernel.cli.main import app
+from ejkernel.cli.commands import app
 
 OURS, PEER = "ejkernel auto", "cuDNN"
 

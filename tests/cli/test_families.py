@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 import ejkernel
 from ejkernel.bench import measure, timing
+from ejkernel.cli.commands import make_app
 from ejkernel.cli.families import families, family_of
-from ejkernel.cli.main import make_app
 from ejkernel.cli.sizes import described, with_sizes
+from ejkernel.families import registered_families
 from ejkernel.kernels import FAMILIES
 from ejkernel.kernels.pooling import about
-from ejkernel.ops import list_operations, register_families, registry, tuning
+from ejkernel.ops import list_operations, register_families, tuning
 
 PACKAGE = Path(ejkernel.__file__).parent
 
@@ -44,7 +45,7 @@ def test_every_operation_is_in_a_family_and_can_be_described():
 def toy(monkeypatch, tmp_path):
     """The command line after the one line that a family needs beside its folder."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(registry, "_FAMILIES", list(registry._FAMILIES))
+    monkeypatch.setattr("ejkernel.families._FAMILIES", [*registered_families()])
     monkeypatch.setattr(tuning, "REPEATS", 1)
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(measure, "REST_SECONDS", 0.0)

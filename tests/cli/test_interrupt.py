@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.bench.workers import _uninterrupted
 from ejkernel.cli import interrupt
-from ejkernel.cli.interrupt import end_on_interrupt
+from ejkernel.cli.interrupt import at_once, end_on_interrupt
 
 # in the middle of a computation, where taking Python down crashes, and where Python ignores exceptions
 SWALLOWED = """
@@ -50,6 +50,53 @@ def test_python_is_not_taken_down(error, monkeypatch):
 
     end_on_interrupt(command)
     assert ended == [130]
+
+
+# while JAX is imported, in code that ignores exceptions
+IMPORTING = """
+import os, runpy, signal, sys, time
+
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "jax":
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["ejkernel", "--version"]
+"""
+STARTS = {
+    "script": "from ejkernel.cli.main import main; sys.exit(main())",
+    "module": "runpy.run_module('ejkernel', run_name='__main__', alter_sys=True)",
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_while_jax_is_imported(start):
+    done = subprocess.run([sys.executable, "-c", IMPORTING + start], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler], ids=["ignored", "usual"])
+def test_what_handles_interrupts_is_put_back(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with at_once():
+            assert (signal.getsignal(signal.SIGINT) is handler) == (handler is signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_handler_is_there_before_jax():
+    code = "import sys, ejkernel.__main__; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_other_exits_pass():

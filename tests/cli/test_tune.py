@@ -6,7 +6,7 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from ejkernel.cli.main import app
+from ejkernel.cli.commands import app
 from ejkernel.kernels.softmax import about, xla
 from ejkernel.kernels.softmax.about.cases import Case
 from ejkernel.ops import TunedConfigs, tuning

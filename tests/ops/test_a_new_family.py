@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.families import registered_families
 from ejkernel.ops import (
     Shards,
     autotune,
@@ -13,7 +14,6 @@ from ejkernel.ops import (
     get_operation,
     list_operations,
     register_families,
-    registry,
     support_table,
 )
 from harness import normal
@@ -34,7 +34,7 @@ def by_definition(x, state, lengths, decay=0.5):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setattr(registry, "_FAMILIES", list(registry._FAMILIES))  # for these tests alone
+    monkeypatch.setattr("ejkernel.families._FAMILIES", [*registered_families()])  # for these tests alone
     register_families("toy_family")  # the one line
     xla.SEEN.clear()
     jax.clear_caches()  # what the backward was given is seen while it is traced

@@ -2,7 +2,7 @@
 
 from ejkernel.about.family import Family, load_family
 from ejkernel.checks.names import unknown
-from ejkernel.ops.registry import registered_families
+from ejkernel.families import registered_families
 
 # what is no family of kernels, and measures something made of several
 OTHERS = ("ejkernel.models",)

@@ -35,6 +35,27 @@ def end_on_interrupt(command: Callable[[], Any]) -> None:
 
 
 @contextmanager
+def at_once() -> Iterator[None]:
+    """Ctrl-C ends the process where it stands, with nothing to clean up.
+
+    For imports: an exception in the middle of one may be swallowed, or leave half a module behind.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell's background jobs ignore it
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(_: int, __: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")  # not by print, which may be what was interrupted
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
 def _none_swallowed() -> Iterator[None]:
     """Raise an interrupt again that came where Python ignores exceptions: JAX has code there, which runs often."""
     if not hasattr(signal, "setitimer"):  # not on Windows

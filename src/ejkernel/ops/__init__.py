@@ -1,12 +1,13 @@
 """The framework: operations, the choice of platform and config, tuning, and how both are explained."""
 
+from ejkernel.families import register_families
 from ejkernel.ops.apart import apart
 from ejkernel.ops.config import use_config
 from ejkernel.ops.dispatch import Steps, run, say_it_has_no_kernel
 from ejkernel.ops.explanation import Explanation, explain
 from ejkernel.ops.operation import Call, Dims, Implementation, Operation, Splits
 from ejkernel.ops.platforms import PLATFORMS
-from ejkernel.ops.registry import get_operation, list_operations, register_families
+from ejkernel.ops.registry import get_operation, list_operations
 from ejkernel.ops.settings import deterministic, implicit_sharding, interpret, interpreting
 from ejkernel.ops.sharding import Shards
 from ejkernel.ops.support import support_table

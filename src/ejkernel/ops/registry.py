@@ -6,19 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from ejkernel.checks.names import unknown
+from ejkernel.families import registered_families
 from ejkernel.ops.operation import Operation
-
-_FAMILIES: list[str] = []
-
-
-def register_families(*modules: str) -> None:
-    """Name families, packages with a module `operations`, whose `OPERATIONS` load when somebody asks for one."""
-    _FAMILIES.extend(module for module in modules if module not in _FAMILIES)
-
-
-def registered_families() -> tuple[str, ...]:
-    """The packages that were named, in order."""
-    return tuple(_FAMILIES)
 
 
 @lru_cache(maxsize=4)
