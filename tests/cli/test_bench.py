@@ -271,7 +271,7 @@ def test_a_run_that_was_cut_short_goes_on(toy, tmp_path):
     assert run(*options, "--case", CAUSAL.name).exit_code == 0  # nothing is there yet
     first = json.loads(kept.read_text())
     first["results"] += [{**r, "case": DOCUMENTS.name, "status": "skipped"} for r in first["results"]]
-    first["cases"][DOCUMENTS.name] = {}
+    first["cases"][DOCUMENTS.name] = first["cases"][CAUSAL.name]
     kept.write_text(json.dumps(first))
     result = run(*options)
     assert result.exit_code == 0 and f"\n{CAUSAL.name}, " not in f"\n{result.output}", result.output
@@ -358,7 +358,7 @@ def test_a_file_that_lacks_something_is_not_shown(tmp_path):
     assert result.exit_code == 2 and "it has no benchmark, date" in said(result)
     (tmp_path / "x.json").write_text(json.dumps(KEPT | {"results": [{"case": "dense one", "what": FORWARD}]}))
     result = run("show", str(tmp_path / "x.json"))
-    assert result.exit_code == 2 and "a result has no contender, status" in said(result)
+    assert result.exit_code == 2 and "result 1 has no contender, status" in said(result)
 
 
 KEPT = {
@@ -372,7 +372,7 @@ KEPT = {
     "complete": False,
     "results": [
         {"case": "dense one", "what": FORWARD, "contender": "ejkernel xla", "status": "ok", "milliseconds": 2.0}
-        | {"first_call_seconds": 1.0, "temporary_megabytes": None}
+        | {"reason": "", "rate": 1.0, "first_call_seconds": 1.0, "temporary_megabytes": None, "errors": {}}
         | {"tuning": {"operations": ["flash_attention"], "bucket": "b", "platform": "xla", "config": None}}
     ],
 }

@@ -14,9 +14,11 @@ OURS, PEER = "ejkernel auto", "cuDNN"
 
 def result(case, what, contender, milliseconds, status="ok", reason=""):
     given = {"case": case, "what": what, "contender": contender, "status": status, "reason": reason}
-    return given | {"milliseconds": milliseconds}
+    unknown = dict.fromkeys(("rate", "first_call_seconds", "temporary_megabytes", "tuning"))
+    return given | {"milliseconds": milliseconds, "errors": {}} | unknown
 
 
+FACTS = {"group": "dense", "unit": "ms", "auto": {FORWARD: "xla", BOTH: "xla"}}
 OLD = {
     "schema": 2,
     "benchmark": "softmax",
@@ -24,7 +26,7 @@ OLD = {
     "machine": {"device": "1 x nvidia_h200 (sm_90)", "jax": "0.11.2"},
     "contenders": {OURS: "auto", PEER: None},
     "missing": {},
-    "cases": {name: {"group": "dense", "unit": "ms"} for name in ("dense one", "dense two")},
+    "cases": dict.fromkeys(("dense one", "dense two"), FACTS),
     "complete": True,
     "results": [
         result("dense one", FORWARD, OURS, 1.0),
@@ -84,7 +86,7 @@ def test_cells_on_one_side_are_said(gate):
     def change(new):
         new["results"][0] = result("dense three", FORWARD, OURS, 1.0)
         new["results"][2].update(status="skipped", milliseconds=None, reason="no time was left")
-        new["cases"]["dense three"] = {"group": "dense", "unit": "ms"}
+        new["cases"]["dense three"] = FACTS
 
     code, said = gate(change)
     assert code == 0

@@ -12,6 +12,7 @@ from ejkernel.about.benchmark import BOTH, FORWARD, UNITS, Contender
 from ejkernel.about.family import Family
 from ejkernel.bench.contenders import choice
 from ejkernel.bench.measure import Result
+from ejkernel.bench.wellformed import check_run
 from ejkernel.ops import TunedConfigs
 from ejkernel.ops.files import write_whole
 
@@ -21,7 +22,6 @@ AUTO = "†"  # beside the time of the platform that auto takes, or of both wher
 # `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
 # `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
 Document = dict[str, Any]
-FIELDS = ("benchmark", "date", "machine", "contenders", "missing", "cases", "complete", "results")
 
 
 def document(
@@ -72,14 +72,13 @@ def save(found: Document, path: Path) -> None:
 
 def load(path: Path) -> Document:
     """Read a run; `ValueError` where the file is none."""
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"it is not a benchmark of schema {SCHEMA}")
-    if absent := [name for name in FIELDS if name not in found]:
-        raise ValueError(f"it has no {', '.join(absent)}")
-    for result in found["results"]:
-        if absent := [name for name in ("case", "what", "contender", "status") if name not in result]:
-            raise ValueError(f"a result has no {', '.join(absent)}")
+    check_run(found)
     return found
 
 
@@ -158,7 +157,7 @@ def joined(runs: list[Document]) -> Document:
 
 def _of_all(values: list[Any]) -> Any:
     """The largest load; every version."""
-    return max(values) if isinstance(values[0], float) else " and ".join(dict.fromkeys(values))
+    return " and ".join(dict.fromkeys(values)) if isinstance(values[0], str) else max(values)
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------

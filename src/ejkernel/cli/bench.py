@@ -306,6 +306,8 @@ def _loaded(file: Path) -> "Document":
         return report.load(file)
     except ValueError as error:
         raise typer.BadParameter(f"{file} does not hold what --json keeps: {error}") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _share(text: str) -> float:
@@ -386,7 +388,8 @@ def _draw(console: Console, found: "Document", path: Path) -> None:
 
 
 def _print_grid(console: Console, grid: "Grid") -> None:
-    shown = screen.table(*grid.columns, right=grid.numbers, whole=grid.columns[:1])
+    columns, numbers = ([escape(name) for name in names] for names in (grid.columns, grid.numbers))
+    shown = screen.table(*columns, right=tuple(numbers), whole=tuple(columns[:1]))
     for row in grid.rows:
         styles = ["red" if cell.bad else "bold green" if cell.best else "none" for cell in row]
         shown.add_row(*(f"[{style}]{escape(cell.text)}[/]" for cell, style in zip(row, styles, strict=True)))
