@@ -70,6 +70,23 @@ def test_every_check_can_be_sent_to_a_process():
             assert pickle.loads(pickle.dumps(check)).name == check.name
 
 
+@pytest.mark.parametrize("family", families())
+def test_definitions_and_peers_need_no_mode_of_the_user(family, monkeypatch):
+    """They are traced and lowered in JAX's usual rules, whatever ours is checked in."""
+
+    def lowered(function, inputs, options=None):
+        program = jax.jit(verify._step(function, check.differentiable)).lower(*inputs)
+        return lambda *_: program.out_info
+
+    monkeypatch.setattr(jax, "device_get", lambda shapes: shapes)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for check in families()[family].checks():
+            case = verify._Case(check)
+            monkeypatch.setattr(case, "_compiled", lowered)
+            case._by_definition(jax.numpy.dtype(check.dtype), case.inputs)
+            assert check.peer is None or case.peer()
+
+
 def test_who_took_its_device_down_does_no_more(monkeypatch):
     def broken(*_):
         raise RuntimeError("an illegal address")

@@ -8,7 +8,7 @@ and nothing is compiled any more, they take times one after another.
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -86,6 +86,13 @@ def _worst(truth: Truth, got: Arrays) -> Error:
     return max((truth.error(name, got[name]) for name in truth.exact), key=lambda error: error.severity)
 
 
+@contextmanager
+def _usual_promotion() -> Iterator[None]:
+    """For definitions and peers: of what users set otherwise, that ours still gives the right answer is checked."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 class _Case:
     """A check with its inputs. What it compiles is for the caller to keep."""
 
@@ -97,7 +104,8 @@ class _Case:
         self.check, self.family = check, family_of(check.operation)
         arrays = check.arrays()
         wide = {name: jnp.asarray(np.asarray(x, np.float32)) for name, x in arrays.items()}
-        shapes = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, check.fixed)
+        with _usual_promotion():
+            shapes = jax.eval_shape(lambda a, f: self._defined(a, f, jnp.float32), wide, check.fixed)
         draw = np.random.default_rng(1).standard_normal
         cotangents = {
             f"output {n}": jnp.asarray(draw(x.shape, np.float32)) for n, x in enumerate(jax.tree.leaves(shapes))
@@ -127,7 +135,8 @@ class _Case:
         return output, Truth.of(exact[1], naive[1]) if self.check.differentiable else None
 
     def _by_definition(self, dtype: Any, inputs: Any) -> tuple[Arrays, Arrays]:
-        program = self._compiled(lambda a, f: self._defined(a, f, dtype), inputs, self.quickly)
+        with _usual_promotion():
+            program = self._compiled(lambda a, f: self._defined(a, f, dtype), inputs, self.quickly)
         return jax.device_get(program(*inputs))
 
     def ours(self, platform: str) -> Compiled:
@@ -139,7 +148,8 @@ class _Case:
         """jax.nn, which has such a thing."""
         peer = self.check.peer
         assert peer is not None
-        return self._compiled(lambda a, f: peer(self._call(a, f)), self.inputs)
+        with _usual_promotion():
+            return self._compiled(lambda a, f: peer(self._call(a, f)), self.inputs)
 
 
 # Workers ----------------------------------------------------------------------------------------------------
