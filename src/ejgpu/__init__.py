@@ -199,7 +199,7 @@ def native_spare_attention(
     g_slc: jax.Array | None = None,
     g_swa: jax.Array | None = None,
     block_indices: jax.Array | None = None,
-    block_counts: int | jax.Array = 16,
+    block_counts: int | jax.Array | None = None,
     block_size: int = 64,
     window_size: int = 0,
     scale: float | None = None,

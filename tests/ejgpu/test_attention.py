@@ -129,6 +129,9 @@ def test_native_sparse_attention_passes_everything_on():
     given = gates | {"block_counts": 2, "block_size": 8, "window_size": 5, "cu_seqlens": jnp.array([0, 20, 32])}
     found = ejgpu.native_spare_attention(q, k, v, scale=0.3, **given)
     np.testing.assert_array_equal(found, modules.native_sparse_attention(q, k, v, softmax_scale=0.3, **given))
+    given = {"block_indices": np.tile(np.arange(4), (1, 32, 2, 1)), "block_counts": 2, "block_size": 8}
+    found = ejgpu.native_spare_attention(q, k, v, **given)
+    np.testing.assert_array_equal(found, modules.native_sparse_attention(q, k, v, **given))
 
 
 @pytest.mark.parametrize(

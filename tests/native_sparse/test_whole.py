@@ -50,6 +50,10 @@ CASES = {
     "cache-lengths": (arrays(T=3, S=70), OPTIONS | {"kv_lengths": np.array([1, 62])}),
     "learned-compression": (arrays() | compressed(T), OPTIONS),
     "counts": (arrays(), OPTIONS | {"block_counts": np.arange(B * T * HKV).reshape(B, T, HKV) % 7}),
+    "indices-count": (
+        arrays(gates=()),
+        {"block_size": 8, "block_counts": 2, "block_indices": np.arange(B * T * HKV * 3).reshape(B, T, HKV, 3) % 9},
+    ),
     "indices": (
         arrays(gates=()),
         {"block_size": 8, "block_indices": np.arange(B * T * HKV * 3).reshape(B, T, HKV, 3) % 9},
@@ -106,6 +110,19 @@ def test_all_blocks_are_causal_attention(platform, order):
     with interpret():
         out = selected_attention(**given, block_indices=every, block_size=8, platform=platform, cfg=cfg)
     np.testing.assert_allclose(out, flash_attention(**given, causal=True), atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [0, 2, 16, 40])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "selected"])
+def test_an_int_counts_as_an_array_of_it_does(count, given):
+    tokens = arrays(gates=("g_slc",))
+    blocks = {"block_indices": np.arange(B * T * HKV * 20).reshape(B, T, HKV, 20) % 9} if given else {}
+    out = native_sparse_attention(**tokens, **blocks, block_counts=count, block_size=8)
+    each = np.full((B, T, HKV), count)
+    right = native_sparse_attention(**tokens, **blocks, block_counts=each, block_size=8)
+    np.testing.assert_allclose(out, right, atol=1e-5)
+    unlimited = native_sparse_attention(**tokens, **blocks, block_size=8)
+    assert (count >= 16) == np.allclose(out, unlimited, atol=1e-5)
 
 
 def test_packed_equals_separate():

@@ -19,7 +19,7 @@ def native_sparse_attention(
     g_cmp: Float[Array, "*B T H"] | None = None,
     g_slc: Float[Array, "*B T H"] | None = None,
     block_indices: Int[Array, "*B T Hkv K"] | None = None,
-    block_counts: Any = 16,
+    block_counts: Any = None,
     cu_seqlens: Int[Array, " N1"] | None = None,
     *,
     g_swa: Float[Array, "*B T H"] | None = None,
@@ -58,8 +58,9 @@ def native_sparse_attention(
         g_slc: gate of the selected branch, `(B, T, H)`.
         block_indices: `(B, T, Hkv, K)` integers, blocks counted from the start of a sequence, in any order. One that
             is negative or lies behind the query is none; one that is repeated counts once.
-        block_counts: how many blocks are selected here; or `(B, T, Hkv)`, how many for each query: the first of
-            `block_indices`, or the best. Where these are traced and no indices are given, room is made for all blocks.
+        block_counts: how many blocks of each query count, a number or `(B, T, Hkv)` of them: the first of
+            `block_indices` (default: all of them), or those selected here (default: 16). Where an array is traced and
+            no indices are given, room is made for all blocks.
         cu_seqlens: `(N + 1,)` integers rising from 0: where each of the sequences packed into one row begins, and where
             the last one ends. B is 1 then, and blocks count from the start of each sequence.
         g_swa: gate of the window branch, `(B, T, H)`.

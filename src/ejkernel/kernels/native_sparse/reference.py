@@ -65,10 +65,10 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     compressed = _attention(call, call["query"], keys, values, _whole_blocks(spec.block_size, where), dtype)
     parts = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
     if "block_indices" in call or "g_slc" in call:
-        chosen = selection_call(call["query"], keys, compressed["lse"], where, scale=spec.scale, count=spec.count)
+        chosen = selection_call(call["query"], keys, compressed["lse"], where, scale=spec.scale, count=spec.room)
         indices = call["block_indices"] if "block_indices" in call else select(chosen)
         arrays = {name: call[name] for name in ("query", "key", "value")}
-        arrays["indices"] = table_rows(indices, call.get("block_counts"), where)
+        arrays["indices"] = table_rows(indices, call["block_counts"] if "block_counts" in call else spec.count, where)
         arrays |= {"starts": where.starts, "limits": where.limits}
         parts.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
     if "g_swa" in call:
@@ -85,7 +85,7 @@ def select_whole(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     """The blocks (B, T, Hkv, count) of a call of `select_blocks`, in the form of a whole one."""
     spec, (where, _), keys = call.spec, places_of(call), call["compressed_key"]
     lse = _attention(call, call["query"], keys, keys, _whole_blocks(spec.block_size, where), dtype)["lse"]
-    return select(selection_call(call["query"], keys, lse, where, scale=spec.scale, count=spec.count))
+    return select(selection_call(call["query"], keys, lse, where, scale=spec.scale, count=spec.room))
 
 
 def _whole_blocks(block_size: int, where: Places) -> jax.Array:

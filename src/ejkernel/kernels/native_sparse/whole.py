@@ -43,6 +43,9 @@ ARRAYS = {
     "kv_lengths": Dims("B"),
 }
 
+# selected for a query, where nothing is said
+BLOCKS = 16
+
 GATES = ("g_cmp", "g_slc", "g_swa")
 
 
@@ -51,14 +54,16 @@ class Spec:
     """Static facts.
 
     Attributes:
-        count: blocks for a query, where `block_counts` does not say.
+        count: how many of its blocks count for each query; None: all, or what the array `block_counts` says.
+        room: blocks that are selected for a query, where none are given.
         rows: blocks in all; with traced `cu_seqlens` the most there can be.
     """
 
     scale: float
     block_size: int
     window: int
-    count: int
+    count: int | None
+    room: int
     rows: int
 
 
@@ -69,7 +74,7 @@ def canonicalise(
     g_cmp: Any = None,
     g_slc: Any = None,
     block_indices: Any = None,
-    block_counts: Any = 16,
+    block_counts: Any = None,
     cu_seqlens: Any = None,
     *,
     g_swa: Any = None,
@@ -94,8 +99,8 @@ def canonicalise(
         raise ValueError("nothing to attend to: give g_cmp, g_slc, g_swa or block_indices")
     if g_swa is not None and window == 0:
         raise ValueError("g_swa weighs the window branch: give window_size, at least 1")
-    if block_counts is None:
-        raise TypeError("block_counts must be a number or one for each query and key head, got None")
+    if block_counts is None and block_indices is None:
+        block_counts = BLOCKS
     counts = selected.checked_counts(block_counts, (B, T, Hkv))
     if block_indices is not None:
         arrays["block_indices"] = selected.checked_indices(block_indices, (B, T, Hkv))
@@ -104,7 +109,8 @@ def canonicalise(
     arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
     arrays["kv_lengths"] = kv_lengths
     scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
-    spec = Spec(scale, block_size, window, _most_blocks(counts, rows), rows)
+    count = counts if isinstance(counts, int) else None
+    spec = Spec(scale, block_size, window, count, _most_blocks(counts, rows), rows)
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
 
 
@@ -148,6 +154,8 @@ def _with_rows(rows: int, x: jax.Array) -> jax.Array:
 
 def _most_blocks(counts: Any, rows: int) -> int:
     """The most blocks a query may take: what the counts say where they are known."""
+    if counts is None:
+        return rows
     if isinstance(counts, int):
         return max(1, min(counts, rows))
     values = concrete(counts)
@@ -256,8 +264,7 @@ def _dense_call(call: Call, where: Places, cu: Any, **options: Any) -> Call:
 
 def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps) -> jax.Array:
     """Attention to the blocks given, or to those that the compressed keys say."""
-    counts = call.get("block_counts")
-    if "block_indices" not in call and counts is None and call.spec.count >= call.spec.rows:
+    if "block_indices" not in call and call.spec.count is not None and call.spec.count >= call.spec.rows:
         # every block is selected
         return steps.run(FLASH_ATTENTION, _dense_call(call, where, cu), takes_cfg=False)["out"]
     indices = call.get("block_indices")
@@ -266,15 +273,15 @@ def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps)
     made = selected.Spec(call.spec.scale, call.spec.block_size)
     arrays = {name: call[name] for name in ("query", "key", "value")}
     arrays |= {"starts": where.starts, "limits": where.limits}
-    limit = counts if counts is not None else (call.spec.count if "block_indices" not in call else None)
-    arrays["indices"] = selected.table_rows(indices, limit, where)
+    counts = call["block_counts"] if "block_counts" in call else call.spec.count
+    arrays["indices"] = selected.table_rows(indices, counts, where)
     return steps.run(SELECTED_ATTENTION, Call(made, arrays))["out"]
 
 
 def selecting_call(
     query: Any,
     compressed_key: Any,
-    block_counts: Any = 16,
+    block_counts: Any = BLOCKS,
     cu_seqlens: Any = None,
     *,
     kv_lengths: Any = None,
@@ -299,7 +306,7 @@ def selecting_call(
     arrays: dict[str, Any] = {"query": query, "compressed_key": key, "compressed_value": key}
     arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
     arrays["kv_lengths"] = kv_lengths
-    return Call(Spec(scale, block_size, 0, count, rows), {name: x for name, x in arrays.items() if x is not None})
+    return Call(Spec(scale, block_size, 0, count, count, rows), {name: x for name, x in arrays.items() if x is not None})
 
 
 def run_selection(call: Call, steps: Steps) -> jax.Array:
@@ -311,4 +318,4 @@ def run_selection(call: Call, steps: Steps) -> jax.Array:
 
 def _selection(call: Call, where: Places, lse: jax.Array) -> Call:
     tokens = call["query"], call["compressed_key"], lse
-    return selection_call(*tokens, where, scale=call.spec.scale, count=call.spec.count)
+    return selection_call(*tokens, where, scale=call.spec.scale, count=call.spec.room)
