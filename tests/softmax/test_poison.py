@@ -124,6 +124,21 @@ def test_own_nan_in_a_query_shows_in_its_row(causal, at):
     np.testing.assert_array_equal(np.isnan(outputs["out"]).any(-1), expected)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "softmax_aux"])
+def test_the_definition_shows_own_nan_as_platforms_do(name, platform):
+    case = Case("own", B=1, T=20, H=4, Hkv=2, D=D, tiles=TILES, sinks="H", options={"causal": True})
+    arrays = case.arrays()
+    arrays[name] = arrays[name].at[2 if name == "softmax_aux" else (0, 7, 1, 3)].set(np.nan)
+    right, found = definition(case, arrays, jnp.float32), call_case(case, platform, arrays)
+    np.testing.assert_array_equal(np.isnan(found["out"]).any(-1), np.isnan(right["out"]).any(-1))
+    assert np.isnan(right["out"]).any() and np.isnan(right["lse"]).any() == (name != "value")
+    if name == "value":  # which has no part in lse; some platforms show its nan there too
+        right["lse"] = jnp.where(
+            np.isnan(found["lse"]) & np.isnan(right["out"]).any(-1).swapaxes(1, 2), jnp.nan, right["lse"]
+        )
+    np.testing.assert_allclose(found["lse"], right["lse"], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("future", [np.nan, np.inf, 7.0], ids=str)
 @pytest.mark.parametrize("at", [1, 8, 17, 39])
 def test_a_causal_prefix_does_not_see_the_future(causal, at, future):

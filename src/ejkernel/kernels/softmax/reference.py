@@ -62,7 +62,7 @@ def weights(call: Call, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]
     top = jnp.where(jnp.isneginf(top), 0.0, top)  # a row that sees nothing: exp(-inf - 0) is the 0 it should be
     exponentials = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - top[..., None]), 0.0)
     total = exponentials.sum(-1) + jnp.exp(sinks - top)
-    some = total > 0
+    some = total != 0  # a nan total is not nothing: it must show
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
     return exponentials / jnp.where(some, total, 1.0)[..., None], lse
 
