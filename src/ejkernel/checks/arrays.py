@@ -99,9 +99,11 @@ def integers(name: str, x: Any, *ranks: int) -> Any:
     if x is None:
         raise TypeError(f"{name} is needed, got None")
     try:
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        given, x = x, x if isinstance(x, jax.Array) else np.asarray(x)
     except ValueError:
         raise ValueError(f"{name} must have rows of one length, got {x!r:.80}") from None
+    if x.size == 0 and not hasattr(given, "dtype"):  # numpy takes an empty list for floats
+        x = x.astype(np.int64)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
     if x.ndim not in ranks:

@@ -20,6 +20,8 @@ def check_rows(values: Any, bad: Any, message: str) -> None:
     Host values (lists, numpy) are always checked. Arrays on the device are checked with `EJKERNEL_CHECKS=1`:
     directly when concrete, through `checkify` when traced.
     """
+    if bad.size == 0:
+        return
     if not isinstance(values, jax.Array):
         _raise_if(np.asarray(bad), values, message)
     elif enabled() and not isinstance(bad, jax_core.Tracer):

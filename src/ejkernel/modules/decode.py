@@ -6,9 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.paged.calls import BUFFER_LAYOUT, decode_call, ragged_decode_call, ragged_decode_layout
-from ejkernel.kernels.paged.operations import DECODE_ATTENTION, RAGGED_DECODE_ATTENTION
-from ejkernel.kernels.paged.spec import finish, shards
-from ejkernel.ops import run
+from ejkernel.kernels.paged.operations import DECODE_ATTENTION, RAGGED_DECODE_ATTENTION, attend
 
 
 def decode_attention(
@@ -73,9 +71,18 @@ def decode_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    split = shards(BUFFER_LAYOUT, mesh, in_specs, out_specs)
-    outputs = run(DECODE_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, outputs, query.shape, batched=True)
+    return attend(
+        DECODE_ATTENTION,
+        call,
+        query.shape,
+        BUFFER_LAYOUT,
+        batched=True,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 def ragged_decode_attention(
@@ -131,6 +138,15 @@ def ragged_decode_attention(
         logits_soft_cap=logits_soft_cap,
         return_lse=return_lse,
     )
-    split = shards(ragged_decode_layout(query), mesh, in_specs, out_specs)
-    outputs = run(RAGGED_DECODE_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, outputs, query.shape, batched=True)
+    return attend(
+        RAGGED_DECODE_ATTENTION,
+        call,
+        query.shape,
+        ragged_decode_layout(query),
+        batched=True,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )

@@ -13,9 +13,7 @@ from ejkernel.kernels.paged.calls import (
     ragged_layout,
     ragged_page_call,
 )
-from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION, RAGGED_PAGE_ATTENTION
-from ejkernel.kernels.paged.spec import finish, shards
-from ejkernel.ops import run
+from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION, RAGGED_PAGE_ATTENTION, attend
 
 
 def page_attention(
@@ -92,8 +90,18 @@ def page_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    split = shards(batch_layout(query), mesh, in_specs, out_specs)
-    return finish(call, run(PAGE_ATTENTION, call, platform=platform, cfg=cfg, shards=split), query.shape, batched=True)
+    return attend(
+        PAGE_ATTENTION,
+        call,
+        query.shape,
+        batch_layout(query),
+        batched=True,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 def ragged_page_attention(
@@ -160,9 +168,18 @@ def ragged_page_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    split = shards(ragged_layout(kv_pages), mesh, in_specs, out_specs)
-    outputs = run(RAGGED_PAGE_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, outputs, queries.shape, batched=False)
+    return attend(
+        RAGGED_PAGE_ATTENTION,
+        call,
+        queries.shape,
+        ragged_layout(kv_pages),
+        batched=False,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 def prefill_page_attention(
@@ -219,6 +236,15 @@ def prefill_page_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    split = shards(PREFILL_LAYOUT, mesh, in_specs, out_specs)
-    outputs = run(PREFILL_PAGE_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, outputs, query.shape, batched=False)
+    return attend(
+        PREFILL_PAGE_ATTENTION,
+        call,
+        query.shape,
+        PREFILL_LAYOUT,
+        batched=False,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )

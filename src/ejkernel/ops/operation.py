@@ -73,9 +73,9 @@ class Call:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
-    def get(self, name: str) -> Any:
-        """The array of that name, or None."""
-        return self.arrays.get(name)
+    def get(self, name: str, default: Any = None) -> Any:
+        """The array of that name, or the default."""
+        return self.arrays.get(name, default)
 
     def on(self, target: Target) -> "Call":
         return replace(self, target=target)

@@ -68,7 +68,7 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
         chosen = selection_call(call["query"], keys, compressed["lse"], where, scale=spec.scale, count=spec.room)
         indices = call["block_indices"] if "block_indices" in call else select(chosen)
         arrays = {name: call[name] for name in ("query", "key", "value")}
-        arrays["indices"] = table_rows(indices, call["block_counts"] if "block_counts" in call else spec.count, where)
+        arrays["indices"] = table_rows(indices, call.get("block_counts", spec.count), where)
         arrays |= {"starts": where.starts, "limits": where.limits}
         parts.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
     if "g_swa" in call:

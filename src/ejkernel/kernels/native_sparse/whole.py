@@ -273,8 +273,7 @@ def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps)
     made = selected.Spec(call.spec.scale, call.spec.block_size)
     arrays = {name: call[name] for name in ("query", "key", "value")}
     arrays |= {"starts": where.starts, "limits": where.limits}
-    counts = call["block_counts"] if "block_counts" in call else call.spec.count
-    arrays["indices"] = selected.table_rows(indices, counts, where)
+    arrays["indices"] = selected.table_rows(indices, call.get("block_counts", call.spec.count), where)
     return steps.run(SELECTED_ATTENTION, Call(made, arrays))["out"]
 
 
@@ -306,7 +305,8 @@ def selecting_call(
     arrays: dict[str, Any] = {"query": query, "compressed_key": key, "compressed_value": key}
     arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
     arrays["kv_lengths"] = kv_lengths
-    return Call(Spec(scale, block_size, 0, count, count, rows), {name: x for name, x in arrays.items() if x is not None})
+    spec = Spec(scale, block_size, 0, count, count, rows)
+    return Call(spec, {name: x for name, x in arrays.items() if x is not None})
 
 
 def run_selection(call: Call, steps: Steps) -> jax.Array:

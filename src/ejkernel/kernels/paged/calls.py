@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
+
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.paged.spec import Layout, array, cache, canonicalise
 from ejkernel.ops import Call
@@ -20,7 +22,8 @@ def page_call(
     query: Any, key_cache: Any, value_cache: Any, context_lens: Any, block_tables: Any, **options: Any
 ) -> Call:
     """Of `page_attention`: a batch of sequences with the same number of queries each."""
-    query = array("query", query, "(batch, heads, head_dim) or (batch, tokens, heads, head_dim)", 3, 4)
+    layout = "(batch, heads, head_dim) or (batch, tokens, heads, head_dim)"
+    query = array("query", query, layout, 3, 4, may_be_empty=True)
     pages = _two_caches(key_cache, value_cache)
     tokens = query.shape[1] if query.ndim == 4 else 1
     flat = query.reshape(-1, *query.shape[-2:])
@@ -38,7 +41,7 @@ def ragged_page_call(
     **options: Any,
 ) -> Call:
     """Of `ragged_page_attention`: packed queries, pages interleaved or two by two."""
-    queries = array("queries", queries, "(tokens, heads, head_dim)", 3)
+    queries = array("queries", queries, "(tokens, heads, head_dim)", 3, may_be_empty=True)
     if _is_pair(kv_pages):
         pages = {name: cache(f"{name} of kv_pages", x, _PAGES, 4) for name, x in zip(_PAIR, kv_pages, strict=True)}
     else:
@@ -59,7 +62,9 @@ def prefill_call(
     query: Any, key_cache: Any, value_cache: Any, context_len: Any, page_indices: Any, **options: Any
 ) -> Call:
     """Of `prefill_page_attention`: the newest tokens of one sequence."""
-    query = array("query", query, "(tokens, heads, head_dim)", 3)
+    query = array("query", query, "(tokens, heads, head_dim)", 3, may_be_empty=True)
+    if query.shape[0] == 0:  # a token that `finish` takes off again
+        query = jnp.zeros((1, *query.shape[1:]), query.dtype)
     pages = _two_caches(key_cache, value_cache)
     lens, table = _one_row("context_len", context_len, 0), _one_row("page_indices", page_indices, 1)
     names = _CACHES | {"context_lens": "context_len", "block_tables": "page_indices"}
@@ -70,7 +75,7 @@ def decode_call(
     query: Any, key_buffer: Any, value_buffer: Any, req_to_tokens: Any, seq_lens: Any, *, page_size: int, **options: Any
 ) -> Call:
     """Of `decode_attention`: a flat buffer of tokens, cut into pages."""
-    query = array("query", query, "(batch, heads, head_dim)", 3)
+    query = array("query", query, "(batch, heads, head_dim)", 3, may_be_empty=True)
     page_size = static_int("page_size", page_size, 1)
     pages = {}
     for (name, given), x in zip(_BUFFERS.items(), (key_buffer, value_buffer), strict=True):
@@ -95,11 +100,13 @@ def ragged_decode_call(
     **options: Any,
 ) -> Call:
     """Of `ragged_decode_attention`: every sequence has a contiguous cache, which is its one page."""
-    query = array("query", query, "(batch, heads, head_dim) or (batch, 1, heads, head_dim)", 3, 4)
+    layout = "(batch, heads, head_dim) or (batch, 1, heads, head_dim)"
+    query = array("query", query, layout, 3, 4, may_be_empty=True)
     if query.ndim == 4 and query.shape[1] != 1:
         raise ValueError(f"query {query.shape} must have one token per sequence: (batch, 1, heads, head_dim)")
-    layout = "(batch, length, key heads, head_dim)"
-    pages = {"key_pages": cache("key", key, layout, 4), "value_pages": cache("value", value, layout, 4)}
+    layout, given = "(batch, length, key heads, head_dim)", {"key": key, "value": value}
+    # as many caches as sequences
+    pages = {f"{name}_pages": cache(name, x, layout, 4, may_be_empty=True) for name, x in given.items()}
     flat = query.reshape(-1, *query.shape[-2:])
     options |= {"starts": _needed(names["starts"], sequence_start), "softmax_aux": softmax_aux, "names": names}
     return canonicalise(flat, pages, sequence_end, tokens=1, **options)

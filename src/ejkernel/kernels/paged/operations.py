@@ -17,9 +17,12 @@ from ejkernel.kernels.paged.spec import (
     NO_GRADIENT,
     OUTPUTS,
     OUTPUTS_BY_SEQUENCE,
+    Layout,
     dimensions,
+    finish,
+    shards,
 )
-from ejkernel.ops import Call, Operation, Splits
+from ejkernel.ops import Call, Operation, Shards, Splits, run
 from ejkernel.ops.operation import Arrays, random_arrays
 
 IMPLEMENTATIONS = {
@@ -156,3 +159,23 @@ OPERATIONS = (
     DECODE_ATTENTION,
     RAGGED_DECODE_ATTENTION,
 )
+
+
+def attend(
+    operation: Operation,
+    call: Call,
+    shape: tuple[int, ...],
+    layout: Layout,
+    *,
+    batched: bool,
+    platform: str | None,
+    cfg: Any,
+    mesh: Any,
+    in_specs: Any,
+    out_specs: Any,
+) -> Any:
+    """What the caller asked for, whose query has that shape and whose arrays lie on a mesh as `layout` says."""
+    split = shards(layout, mesh, in_specs, out_specs)
+    # the one sequence that stands in for none splits over nothing
+    split = Shards(mesh) if 0 in shape else split
+    return finish(call, run(operation, call, platform=platform, cfg=cfg, shards=split), shape, batched=batched)

@@ -18,7 +18,7 @@ from ejkernel.kernels.paged.calls import ragged_decode_call
 from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
 from ejkernel.kernels.paged.reference import reference
 from ejkernel.kernels.paged.spec import Cost, array, cache
-from ejkernel.ops import Call, run, use_config
+from ejkernel.ops import run, use_config
 
 MASK_VALUE = -2.381976426469702e38
 
@@ -59,8 +59,8 @@ def ragged_mqa(
     >>> o.shape, m.ravel().tolist(), l.ravel().round(3).tolist()
     ((2, 1, 8), [8.0, 8.0], [10.0, 2.0])
     """
-    q = array("q", q, "(batch, heads, head_dim)", 3)
-    k, v = (cache(name, x, "(batch, length, head_dim)", 3) for name, x in (("k", k), ("v", v)))
+    q = array("q", q, "(batch, heads, head_dim)", 3, may_be_empty=True)
+    k, v = (cache(name, x, "(batch, length, head_dim)", 3, may_be_empty=True) for name, x in (("k", k), ("v", v)))
     return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value, _cost(cost_estimate))
 
 
@@ -84,8 +84,8 @@ def ragged_mha(
     >>> ragged_mha(jnp.ones((2, 1, 4, 8)), cache, cache, jnp.array([10, 4]), jnp.array([0, 2]))[0].shape
     (2, 4, 8)
     """
-    query = array("query", query, "(batch, 1, heads, head_dim)", 4)
-    key = cache("key", key, "(batch, length, heads, head_dim)", 4)
+    query = array("query", query, "(batch, 1, heads, head_dim)", 4, may_be_empty=True)
+    key = cache("key", key, "(batch, length, heads, head_dim)", 4, may_be_empty=True)
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"query {query.shape} and key {key.shape} must have the same heads; else use ragged_gqa")
     return _ragged(query, key, value, lengths, starts, block_size, mask_value)
@@ -133,7 +133,7 @@ def reference_gqa(
 ) -> Parts:
     """`ragged_gqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
     call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0)
-    o, m, l = _parts(call, reference(call), mask_value)
+    o, m, l = _parts(reference(call), q.shape[0], mask_value)
     return o[:, None], m[:, None], l[:, None]
 
 
@@ -179,14 +179,14 @@ def _ragged(
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
     call = replace(call, spec=replace(call.spec, cost=cost))
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=static_int("block_size", block_size, 1))):
-        return _parts(call, run(RAGGED_DECODE_ATTENTION, call), mask_value)
+        return _parts(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], mask_value)
 
 
-def _parts(call: Call, outputs: dict[str, jax.Array], mask_value: float) -> Parts:
+def _parts(outputs: dict[str, jax.Array], B: int, mask_value: float) -> Parts:
     lowest = number("mask_value", mask_value)
     if lowest > -1e30:
         raise ValueError(f"mask_value={lowest} must be below -1e30: a hidden key has no weight")
-    lse, top = outputs["lse"][0].T[..., None], outputs["top"][0].T[..., None]  # (B, H, 1)
+    lse, top = outputs["lse"][0].T[:B, :, None], outputs["top"][0].T[:B, :, None]  # (B, H, 1)
     some = ~jnp.isneginf(lse)
     total = jnp.where(some, jnp.exp(lse - jnp.where(some, top, 0.0)), 0.0)
-    return outputs["out"][0], jnp.where(some, top, lowest), total
+    return outputs["out"][0][:B], jnp.where(some, top, lowest), total

@@ -178,7 +178,8 @@ def canonicalise(
     given = given.check_shapes(N, P, names)
     given.check_values(spec, T, P, L, names)
     arrays |= {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in given._asdict().items()}
-    return Call(spec, {name: jnp.asarray(x)[None] for name, x in arrays.items() if x is not None})
+    arrays = _one_of_each({name: x for name, x in arrays.items() if x is not None}, tokens)
+    return Call(spec, {name: jnp.asarray(x)[None] for name, x in arrays.items()})
 
 
 _MOST_SPLITS = 2**16
@@ -194,21 +195,33 @@ def _splits(num_splits: Any) -> int:
 # Queries and pages ------------------------------------------------------------------------------------------
 
 
-def array(name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS) -> Any:
-    """An array with one of the ranks and dtypes, without an empty dimension."""
+def array(
+    name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS, may_be_empty: bool = False
+) -> Any:
+    """An array with one of the ranks and dtypes, without an empty dimension but perhaps the first."""
     check_has_numbers(name, x)
     if str(x.dtype) not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(dtypes)}")
     if x.ndim not in ranks:
         raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
-    if 0 in x.shape:
+    if 0 in x.shape[may_be_empty:]:
         raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
     return jnp.asarray(x)
 
 
-def cache(name: str, x: Any, layout: str, rank: int) -> Any:
+def cache(name: str, x: Any, layout: str, rank: int, *, may_be_empty: bool = False) -> Any:
     """A cache of keys or values: the dtypes of queries, or the narrow ones."""
-    return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES))
+    return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES), may_be_empty=may_be_empty)
+
+
+def _one_of_each(arrays: dict[str, Any], tokens: int | None) -> dict[str, Any]:
+    """Where there is no sequence or no query, one that sees nothing: no platform knows of empty calls.
+
+    `finish` takes it off again.
+    """
+    least = {"query": tokens or 1, "query_start": 2}
+    short = {name: x for name, x in arrays.items() if x.ndim and x.shape[0] < least.get(name, 1)}
+    return arrays | {name: jnp.zeros((least.get(name, 1), *x.shape[1:]), x.dtype) for name, x in short.items()}
 
 
 def _check_pages(query: Any, pages: dict[str, Any], names: Mapping[str, str]) -> tuple[int, int, int]:
@@ -428,10 +441,11 @@ def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], *,
 
     A batch of queries (N, H, D) or (N, T, H, D) has lse (N, H) or (N, H, T), packed ones (T, H, D) have (H, T).
     """
-    out = outputs["out"][0].reshape(*shape[:-1], outputs["out"].shape[-1])
+    out = outputs["out"][0, : 0 if 0 in shape else None]
+    out = out.reshape(*shape[:-1], out.shape[-1])
     if not call.spec.with_lse:
         return out
-    lse = outputs["lse"][0]
+    lse = outputs["lse"][0, :, : 0 if 0 in shape else None]
     if batched:
         lse = jnp.moveaxis(lse.reshape(lse.shape[0], *shape[:-2]), 0, 1)
     return out, lse
