@@ -38,6 +38,7 @@ def as_array(name: str, x: ArrayInput) -> jax.Array | np.ndarray:
 def float_array(name: str, x: Any) -> jax.Array:
     """An array of one of the dtypes that queries, keys and values have."""
     check_has_numbers(name, x)
+    check_sizes_known(name, x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(FLOATS)}")
     return jnp.asarray(x)
@@ -57,8 +58,19 @@ def float_dtype(name: str, dtype: Any) -> np.dtype:
 
 def check_has_numbers(name: str, x: Any) -> None:
     """TypeError unless it is an array; a shape with a dtype is none outside of `explain` and `jax.eval_shape`."""
+    if any(base.__module__.partition(".")[0] == "torch" for base in type(x).__mro__):
+        raise TypeError(f"{name} is a PyTorch tensor, and must be a JAX array; ejkernel.torch has functions of tensors")
     if not hasattr(x, "dtype") or isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+
+
+def check_sizes_known(name: str, x: Any) -> None:
+    """NotImplementedError where `jax.export` leaves a dimension open: tiles are chosen by the lengths."""
+    for axis, size in enumerate(x.shape):
+        if not isinstance(size, int | np.integer):
+            raise NotImplementedError(
+                f"dimension {axis} of {name} {x.shape} is symbolic, and its size must be known: export one for each"
+            )
 
 
 def number_array(name: str, x: Any) -> jax.Array:
@@ -102,6 +114,8 @@ def integers(name: str, x: Any, *ranks: int) -> Any:
         given, x = x, x if isinstance(x, jax.Array) else np.asarray(x)
     except ValueError:
         raise ValueError(f"{name} must have rows of one length, got {x!r:.80}") from None
+    except TypeError as error:  # a tensor on a GPU, say
+        raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}: {error}") from None
     if x.size == 0 and not hasattr(given, "dtype"):  # numpy takes an empty list for floats
         x = x.astype(np.int64)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -131,6 +145,7 @@ def cumulative_lengths(
     Where the values of an array on the device were read anyway (`values`), they are checked.
     """
     cumulative = integers(name, x, 1)
+    check_sizes_known(name, cumulative)
     if cumulative.shape[0] <= fewest:
         raise ValueError(f"{name} must have shape (sequences + 1,), got {cumulative.shape}")
     read = cumulative if values is None else values

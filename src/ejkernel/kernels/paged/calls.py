@@ -23,7 +23,7 @@ def page_call(
 ) -> Call:
     """Of `page_attention`: a batch of sequences with the same number of queries each."""
     layout = "(batch, heads, head_dim) or (batch, tokens, heads, head_dim)"
-    query = array("query", query, layout, 3, 4, may_be_empty=True)
+    query = array("query", query, layout, 3, 4, rows="any")
     pages = _two_caches(key_cache, value_cache)
     tokens = query.shape[1] if query.ndim == 4 else 1
     flat = query.reshape(-1, *query.shape[-2:])
@@ -41,7 +41,7 @@ def ragged_page_call(
     **options: Any,
 ) -> Call:
     """Of `ragged_page_attention`: packed queries, pages interleaved or two by two."""
-    queries = array("queries", queries, "(tokens, heads, head_dim)", 3, may_be_empty=True)
+    queries = array("queries", queries, "(tokens, heads, head_dim)", 3, rows="any")
     if _is_pair(kv_pages):
         pages = {name: cache(f"{name} of kv_pages", x, _PAGES, 4) for name, x in zip(_PAIR, kv_pages, strict=True)}
     else:
@@ -62,7 +62,7 @@ def prefill_call(
     query: Any, key_cache: Any, value_cache: Any, context_len: Any, page_indices: Any, **options: Any
 ) -> Call:
     """Of `prefill_page_attention`: the newest tokens of one sequence."""
-    query = array("query", query, "(tokens, heads, head_dim)", 3, may_be_empty=True)
+    query = array("query", query, "(tokens, heads, head_dim)", 3, rows="any")
     if query.shape[0] == 0:  # a token that `finish` takes off again
         query = jnp.zeros((1, *query.shape[1:]), query.dtype)
     pages = _two_caches(key_cache, value_cache)
@@ -75,7 +75,7 @@ def decode_call(
     query: Any, key_buffer: Any, value_buffer: Any, req_to_tokens: Any, seq_lens: Any, *, page_size: int, **options: Any
 ) -> Call:
     """Of `decode_attention`: a flat buffer of tokens, cut into pages."""
-    query = array("query", query, "(batch, heads, head_dim)", 3, may_be_empty=True)
+    query = array("query", query, "(batch, heads, head_dim)", 3, rows="any")
     page_size = static_int("page_size", page_size, 1)
     pages = {}
     for (name, given), x in zip(_BUFFERS.items(), (key_buffer, value_buffer), strict=True):
@@ -101,12 +101,12 @@ def ragged_decode_call(
 ) -> Call:
     """Of `ragged_decode_attention`: every sequence has a contiguous cache, which is its one page."""
     layout = "(batch, heads, head_dim) or (batch, 1, heads, head_dim)"
-    query = array("query", query, layout, 3, 4, may_be_empty=True)
+    query = array("query", query, layout, 3, 4, rows="any")
     if query.ndim == 4 and query.shape[1] != 1:
         raise ValueError(f"query {query.shape} must have one token per sequence: (batch, 1, heads, head_dim)")
     layout, given = "(batch, length, key heads, head_dim)", {"key": key, "value": value}
     # as many caches as sequences
-    pages = {f"{name}_pages": cache(name, x, layout, 4, may_be_empty=True) for name, x in given.items()}
+    pages = {f"{name}_pages": cache(name, x, layout, 4, rows="any") for name, x in given.items()}
     flat = query.reshape(-1, *query.shape[-2:])
     options |= {"starts": _needed(names["starts"], sequence_start), "softmax_aux": softmax_aux, "names": names}
     return canonicalise(flat, pages, sequence_end, tokens=1, **options)

@@ -59,8 +59,8 @@ def ragged_mqa(
     >>> o.shape, m.ravel().tolist(), l.ravel().round(3).tolist()
     ((2, 1, 8), [8.0, 8.0], [10.0, 2.0])
     """
-    q = array("q", q, "(batch, heads, head_dim)", 3, may_be_empty=True)
-    k, v = (cache(name, x, "(batch, length, head_dim)", 3, may_be_empty=True) for name, x in (("k", k), ("v", v)))
+    q = array("q", q, "(batch, heads, head_dim)", 3, rows="any")
+    k, v = (cache(name, x, "(batch, length, head_dim)", 3, rows="any") for name, x in (("k", k), ("v", v)))
     return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value, _cost(cost_estimate))
 
 
@@ -84,8 +84,8 @@ def ragged_mha(
     >>> ragged_mha(jnp.ones((2, 1, 4, 8)), cache, cache, jnp.array([10, 4]), jnp.array([0, 2]))[0].shape
     (2, 4, 8)
     """
-    query = array("query", query, "(batch, 1, heads, head_dim)", 4, may_be_empty=True)
-    key = cache("key", key, "(batch, length, heads, head_dim)", 4, may_be_empty=True)
+    query = array("query", query, "(batch, 1, heads, head_dim)", 4, rows="any")
+    key = cache("key", key, "(batch, length, heads, head_dim)", 4, rows="any")
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"query {query.shape} and key {key.shape} must have the same heads; else use ragged_gqa")
     return _ragged(query, key, value, lengths, starts, block_size, mask_value)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks import values as checks
-from ejkernel.checks.arrays import FLOATS, check_has_numbers, integers, misplaced
+from ejkernel.checks.arrays import FLOATS, check_has_numbers, check_sizes_known, integers, misplaced
 from ejkernel.checks.options import flag, number, soft_cap, static_int
 from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits, window_band
 from ejkernel.ops import Call, Dims, Shards
@@ -195,23 +195,26 @@ def _splits(num_splits: Any) -> int:
 # Queries and pages ------------------------------------------------------------------------------------------
 
 
-def array(
-    name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS, may_be_empty: bool = False
-) -> Any:
-    """An array with one of the ranks and dtypes, without an empty dimension but perhaps the first."""
+def array(name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS, rows: str = "some") -> Any:
+    """An array with one of the ranks and dtypes, without an empty dimension.
+
+    `rows` of the first one: "some", "any" for none too, or "unknown" while tracing.
+    """
     check_has_numbers(name, x)
+    if rows != "unknown":
+        check_sizes_known(name, x)
     if str(x.dtype) not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(dtypes)}")
     if x.ndim not in ranks:
         raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
-    if 0 in x.shape[may_be_empty:]:
+    if 0 in x.shape[rows != "some" :]:
         raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
     return jnp.asarray(x)
 
 
-def cache(name: str, x: Any, layout: str, rank: int, *, may_be_empty: bool = False) -> Any:
+def cache(name: str, x: Any, layout: str, rank: int, *, rows: str = "some") -> Any:
     """A cache of keys or values: the dtypes of queries, or the narrow ones."""
-    return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES), may_be_empty=may_be_empty)
+    return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES), rows=rows)
 
 
 def _one_of_each(arrays: dict[str, Any], tokens: int | None) -> dict[str, Any]:
@@ -317,6 +320,8 @@ class _Integers(NamedTuple):
         if num_seqs is not None and num_seqs.size != 1:
             raise ValueError(f"num_seqs must be one number, got shape {num_seqs.shape}")
         num_seqs = None if num_seqs is None else num_seqs.reshape(())
+        if tables is not None:
+            check_sizes_known(table_name, tables)
         return _Integers(lens, tables, query_start, num_seqs, starts)
 
     def check_values(self, spec: Spec, T: int, P: int, L: int, names: Mapping[str, str]) -> None:

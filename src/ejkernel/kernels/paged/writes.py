@@ -41,7 +41,7 @@ def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
     both = len(rows) // len(pages)
     for (name, x), (row_name, row) in zip([p for p in pages.items() for _ in range(both)], rows.items(), strict=True):
         cache(name, x, "(pages, page_size, heads, head_dim)", 4)
-        array(row_name, row, "(tokens, heads, head_dim)", 3, may_be_empty=True)
+        array(row_name, row, "(tokens, heads, head_dim)", 3, rows="unknown")
         if x.shape[2] % both:
             raise ValueError(f"{name} {x.shape} must hold pairs of key and value: an even number of rows per token")
         wanted = (slots.shape[0], x.shape[2] // both, x.shape[3])

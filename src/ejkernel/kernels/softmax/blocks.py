@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import bool_array, check_has_numbers
+from ejkernel.checks.arrays import bool_array, check_has_numbers, check_sizes_known
 from ejkernel.checks.options import int_pair
 from ejkernel.types import BlockPattern, MaskInfo
 
@@ -23,6 +23,7 @@ def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_in
     """The mask of a block pattern, with whatever else `mask_info` says."""
     for name, x in (("query", query), ("key", key)):
         check_has_numbers(name, x)
+        check_sizes_known(name, x)
         if x.ndim < 3:
             raise ValueError(f"{name} must have 4 dimensions (batch, length, heads, head_dim), got {x.shape}")
     *batch, T, H, _ = query.shape
