@@ -112,6 +112,28 @@ def test_more_arrays_fit(kind, D):
         check_fits(compiled("sm_90", launch, operands), "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "kernel"),
+    [
+        ("sm_80", "bfloat16", "dq_kernel"),  # 82 KB
+        ("sm_80", "float32", "dq_kernel"),  # 80 KB
+        ("sm_100", "bfloat16", "dkv_kernel"),  # 200 KB
+    ],
+)
+def test_patterns_fit(target, dtype, kernel):
+    """The launch that needs the most of forward, dq, dk and dv at head dims 64, 128 and 256, in blocks of 16 or 64.
+
+    On sm_90 that is in the test above. sm_86 and sm_89 get the program of sm_80, and what compiles for sm_120 needs no
+    more; the float32 one needs the same on all.
+    """
+    launches = [pair for pair in default_launches(target, dtype, 256, "pattern")[0] if named(pair) == kernel]
+    check_fits(compiled(target, *launches[-1]), dtype)  # of dk and dv, dv
+
+
+def named(pair) -> str:
+    return pair[0].kernel.__name__
+
+
 @pytest.mark.parametrize("letters", ["BHTS", "1HTS", "BHT1", "BH1S", "1H1S", "1111"])
 def test_a_bias_gets_a_gradient_like_itself(letters):
     sizes = {"1": 1, "B": B, "H": H, "T": T, "S": T}
