@@ -85,7 +85,7 @@ def normalised(x: jax.Array) -> jax.Array:
     return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
-def turned(x: jax.Array, positions: jax.Array) -> jax.Array:
+def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary embeddings (B, T, H, D) by the positions (T,) of the tokens, in whatever order they lie."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None] * 10000.0 ** -(jnp.arange(half) / half)
@@ -100,7 +100,7 @@ def logits_of(weights: Weights, tokens: jax.Array, positions: jax.Array, attend:
     def layer(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
         inside = normalised(x)
         q, k, v = (jnp.einsum("btc,chd->bthd", inside, w[name]) for name in "qkv")
-        out = attend(turned(q, positions), turned(k, positions), v)
+        out = attend(rotated(q, positions), rotated(k, positions), v)
         x = x + jnp.einsum("bthd,hdc->btc", out, w["o"])
         return x + jax.nn.gelu(normalised(x) @ w["up"]) @ w["down"], None
 

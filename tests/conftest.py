@@ -56,9 +56,14 @@ def use_hypothesis_profile():
     from hypothesis import HealthCheck, settings
 
     # compiling is slow, a failure must repeat, and nothing is to be written into the checkout
-    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    skipped_checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     settings.register_profile(
-        "ejkernel", deadline=None, max_examples=15, derandomize=True, database=None, suppress_health_check=quiet
+        "ejkernel",
+        deadline=None,
+        max_examples=15,
+        derandomize=True,
+        database=None,
+        suppress_health_check=skipped_checks,
     )
     settings.load_profile("ejkernel")
 
@@ -75,9 +80,11 @@ def pytest_generate_tests(metafunc):
     interpreter the same. `interpreted` leaves out all others.
     """
     marks = metafunc.definition.iter_markers("parametrize")
-    own = any("platform" in str(mark.args[0] if mark.args else mark.kwargs.get("argnames")) for mark in marks)
+    names_platform = any(
+        "platform" in str(mark.args[0] if mark.args else mark.kwargs.get("argnames")) for mark in marks
+    )
     wanted = [name for name in ("platform", "native", "interpreted") if name in metafunc.fixturenames]
-    if own or not wanted:
+    if names_platform or not wanted:
         return
     from ejkernel.ops import PLATFORMS as rows
     from harness import PLATFORMS

@@ -114,8 +114,10 @@ class Operands:
     def access(self, key: Any, transforms: Any) -> Any:
         return None if isinstance(key, np.ndarray) else self.memory.access(key, transforms)
 
-    def get_buffer_content(self, key: Any, *rest: Any, **named: Any) -> Any:
-        return (key, None, None) if isinstance(key, np.ndarray) else self.memory.get_buffer_content(key, *rest, **named)
+    def get_buffer_content(self, key: Any, *others: Any, **named: Any) -> Any:
+        return (
+            (key, None, None) if isinstance(key, np.ndarray) else self.memory.get_buffer_content(key, *others, **named)
+        )
 
 
 def install() -> None:

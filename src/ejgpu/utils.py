@@ -125,12 +125,14 @@ def generate_block_indices(
     sizes = {"batch_size": batch_size, "kv_heads": kv_heads, "num_blocks_per_token": num_blocks_per_token}
     B, H, K = (static_int(name, size, 1) for name, size in sizes.items())
     T, block = static_int("sequence_length", sequence_length, 1), static_int("block_size", block_size, 1)
-    own = (np.arange(T) // block)[:, None, None]  # (T, 1, 1)
-    blocks = np.arange(own[-1, 0, 0] + 1)
+    own_block = (np.arange(T) // block)[:, None, None]  # (T, 1, 1)
+    blocks = np.arange(own_block[-1, 0, 0] + 1)
     order = np.random.default_rng(seed).random((B, T, H, len(blocks)))
-    order = np.where(blocks == own, -1.0, np.where(blocks > own, 2.0, order))  # the own one first, later ones last
+    order = np.where(
+        blocks == own_block, -1.0, np.where(blocks > own_block, 2.0, order)
+    )  # the own one first, later ones last
     chosen = np.argsort(order, axis=-1)[..., :K]
-    chosen = np.where(chosen > own, T, chosen)
+    chosen = np.where(chosen > own_block, T, chosen)
     padded = np.full((B, T, H, K), T, np.int32)
     padded[..., : chosen.shape[-1]] = chosen
     return jnp.asarray(np.sort(padded, axis=-1))

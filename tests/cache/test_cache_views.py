@@ -120,10 +120,10 @@ def test_a_copied_page_is_read_like_the_original():
     query, everyone = normal(9, 3, 4, 8), [prompt, *answers]
     lens, tables = allocator.context_lens(everyone), allocator.block_tables(everyone, 3)
     got = page_attention(query, cache.key_pages, cache.value_pages, lens, tables)
-    for row, own, (shared, new) in zip(got, query, ((6, None), (6, 2), (5, 3)), strict=True):
+    for row, one_query, (shared, new) in zip(got, query, ((6, None), (6, 2), (5, 3)), strict=True):
         extra = [] if new is None else [normal(new, 1, 2, 8)]
         keys, values = (jnp.concatenate([x[:shared], *extra])[None] for x in (key, value))
-        np.testing.assert_allclose(row, flash_attention(own[None, None], keys, values)[0, 0], atol=1e-5)
+        np.testing.assert_allclose(row, flash_attention(one_query[None, None], keys, values)[0, 0], atol=1e-5)
 
 
 def test_views_of_numpy_arrays_are_updated():

@@ -48,10 +48,10 @@ class Model(RuleBasedStateMachine):
     @rule(sequence=sequences, count=st.integers(0, 2 * SIZE + 1))
     def extend(self, sequence: int, count: int):
         before, free = self.tables(), self.allocator.free_pages
-        used, own = len(self.tokens[sequence]), before[sequence]
+        used, own_pages = len(self.tokens[sequence]), before[sequence]
         others = {page for s, pages in before.items() if s != sequence for page in pages}
-        copied = count > 0 and used % SIZE > 0 and own[-1] in others
-        needed = -(-(used + count) // SIZE) - len(own) + copied
+        copied = count > 0 and used % SIZE > 0 and own_pages[-1] in others
+        needed = -(-(used + count) // SIZE) - len(own_pages) + copied
         if needed > free:
             with pytest.raises(OutOfPages, match=f"sequence {sequence} needs {needed} .* {free} of {PAGES} are free"):
                 self.allocator.extend(sequence, count)
@@ -61,7 +61,7 @@ class Model(RuleBasedStateMachine):
         assert (copy is not None) == copied and self.allocator.free_pages == free - needed
         if copy is not None:
             source, target = copy
-            assert source == own[-1] and target not in others
+            assert source == own_pages[-1] and target not in others
             self.cache[target] = self.cache[source]
         new = list(range(self.written, self.written + count))
         self.written += count

@@ -40,11 +40,11 @@ def test_prefill_and_decoding_are_one_call():
 
 
 def test_forks_go_on_from_a_shared_prefix():
-    prefix, rest = tokens(1, 4), tokens(2, 3)
+    prefix, suffix = tokens(1, 4), tokens(2, 3)
     cache, _ = step(StateCacheView.create(4, H, D, value_dim=Dv), jnp.array([0]), prefix)
     cache = cache.fork([0, 0], [2, -1])
-    _, out = step(cache, jnp.array([2, 0]), rest)
-    whole = {name: jnp.concatenate([jnp.repeat(prefix[name], 2, 0), rest[name]], 1) for name in rest}
+    _, out = step(cache, jnp.array([2, 0]), suffix)
+    whole = {name: jnp.concatenate([jnp.repeat(prefix[name], 2, 0), suffix[name]], 1) for name in suffix}
     np.testing.assert_allclose(out, recurrent_attention(**whole)[:, 4:], rtol=1e-5, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ejkernel.about import benchmark
 from ejkernel.about.benchmark import BOTH, FORWARD, Contender, jax_program
-from ejkernel.about.quiet import Quiet
+from ejkernel.about.device_lock import DeviceLock
 from ejkernel.bench import measure, report, timing
 from ejkernel.bench.contenders import all_contenders, bucket_of
 from ejkernel.bench.measure import Job, Measured, measure_in_processes
@@ -53,7 +53,7 @@ def run(*arguments: str):
 @pytest.fixture
 def toy(monkeypatch):
     """The benchmark with toy cases, and with contenders of the test's making beside its own."""
-    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(softmax_cases, "_BLOCK", 32 * 2 * 8)  # eight queries at a time
 
@@ -72,10 +72,10 @@ def contender(name, change=None, *, error=None, refusal=None, platform=None):
     """jax.nn's results, changed on the way; or one that raises or refuses."""
     nn = next(c for c in all_contenders(SOFTMAX, "cpu", None) if c.name == PEER)
 
-    def build(case, what, arrays, quiet):
+    def build(case, what, arrays, device_lock):
         if error is not None:
             raise error
-        program = nn.build(case, what, arrays, quiet)
+        program = nn.build(case, what, arrays, device_lock)
         return dataclasses.replace(program, results=lambda: (change or dict)(dict(program.results())))
 
     return Contender(name, name, build, refusal=lambda case: refusal, platform=platform)
@@ -83,7 +83,7 @@ def contender(name, change=None, *, error=None, refusal=None, platform=None):
 
 def test_paged(tmp_path, monkeypatch):
     """Decoding and a mixed batch, and what a decode must read."""
-    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     kept = tmp_path / "run.json"
     result = run("paged", "--quick", "--repeats", "1", "--json", str(kept))
     assert result.exit_code == 0, result.output
@@ -99,7 +99,7 @@ def test_paged(tmp_path, monkeypatch):
 
 def test_linear(tmp_path, monkeypatch):
     """Decays per channel, whose gradients are judged too, and a decode step; what each must move."""
-    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     kept = tmp_path / "run.json"
     result = run("linear", "--quick", "--repeats", "1", "--case", "^(gla|decode)", "--json", str(kept))
     assert result.exit_code == 0, result.output
@@ -127,7 +127,7 @@ def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch, results_of):
 
     monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     arrays = {"x": np.ones(4, np.float32), "state": np.float32(0)}
-    program = jax_program(double, arrays, Quiet(), chain=(results_of, 10))
+    program = jax_program(double, arrays, DeviceLock(), chain=(results_of, 10))
     assert np.asarray(program.results()["y"]).tolist() == [2.0] * 4
     ran.clear()
     carried = "state" in results_of
@@ -139,7 +139,7 @@ def test_a_chain_of_calls_is_timed_as_one_program(monkeypatch, results_of):
 def test_a_scale_ignored_is_a_wrong_answer(cache):
     case = PagedCase("decode", 2, 40, 8, 4, 2, 16, "float32", cache, "ms")
     problem = PAGED.benchmark.problem(case)
-    (truth,) = problem.truths(Quiet())
+    (truth,) = problem.truths(DeviceLock())
     right = page_attention(**problem.arrays, k_scale=case.scales[0], v_scale=case.scales[1])
     assert truth.error("out", right).ok
     assert not truth.error("out", page_attention(**problem.arrays, k_scale=1.0, v_scale=case.scales[1])).ok
@@ -553,7 +553,7 @@ def test_ours_do_not_wait_for_peers(toy, monkeypatch):
         return got
 
     everybody = [contender("ours"), contender("slow", slow), contender("late")]
-    told = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, Quiet(), deadline=100.0, early=True))
+    told = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, DeviceLock(), deadline=100.0, early=True))
     cells = [[(r.contender, r.status, r.alone) for r in some.results] for some in told]
     assert cells == [
         [],
@@ -671,7 +671,7 @@ def test_runs_of_one_device_are_shown_as_one(tmp_path):
 def test_who_measures_is_alone_on_the_device(tmp_path):
     """Two may tune at a time; nobody measures meanwhile, and nobody tunes while one measures."""
     lock = str(tmp_path / "lock")
-    first, second, measuring, happened = Quiet(lock), Quiet(lock), Quiet(lock), []
+    first, second, measuring, happened = DeviceLock(lock), DeviceLock(lock), DeviceLock(lock), []
 
     def measured():
         with measuring:
@@ -694,7 +694,7 @@ def test_who_measures_is_alone_on_the_device(tmp_path):
 def test_nobody_tunes_before_those_who_measure_early(tmp_path):
     """The second waits for the first, which then tunes beside it: neither waits for ever."""
     lock, happened = str(tmp_path / "lock"), []
-    first, second = Quiet(lock, early=True), Quiet(lock, early=True)
+    first, second = DeviceLock(lock, early=True), DeviceLock(lock, early=True)
 
     def tuned():
         with second.shared():

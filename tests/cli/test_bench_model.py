@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ejkernel.about.benchmark import FORWARD, LEARNING_RATE, TRAINING, passes_of
-from ejkernel.about.quiet import Quiet
+from ejkernel.about.device_lock import DeviceLock
 from ejkernel.bench import measure
 from ejkernel.bench.contenders import choice
 from ejkernel.cli.bench import Options, _measured
@@ -28,7 +28,7 @@ PACKED = Case("training", 2, 32, 2, 1, 8, "float32", 16, documents=4)
 
 
 def test_a_whole_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     kept = tmp_path / "run.json"
     options = ["--quick", "--repeats", "1", "--json", str(kept), "--plot", str(tmp_path / "run.svg")]
     result = CliRunner().invoke(app, ["bench", "model", *options], catch_exceptions=False)
@@ -57,7 +57,7 @@ def test_a_step_moves_the_weights():
     found = jax.jit(step)(problem.arrays)
     moved = problem.arrays["w_up"] - LEARNING_RATE * found["dw_up"]
     np.testing.assert_allclose(found["new w_up"], moved, rtol=1e-6)
-    losses, gradients = problem.truths(Quiet())
+    losses, gradients = problem.truths(DeviceLock())
     assert losses.error("out", found["out"]).ok
     assert all(gradients.error(f"d{name}", found[f"d{name}"]).ok for name in TRAINED)
     # documents that see one another
@@ -70,7 +70,7 @@ def test_a_step_moves_the_weights():
 def test_a_loop_that_forgets_a_token_is_wrong():
     case = Case("decode", 2, 12, 2, 1, 8, "float32", 16, B=2, steps=3, page=4, passes=(FORWARD,))
     problem = Model(case)
-    (truth,) = problem.truths(Quiet())
+    (truth,) = problem.truths(DeviceLock())
     decode = jax.jit(decoding, static_argnums=(0, 2))
     assert truth.error("out", decode(case, problem.arrays, None)).ok
     other = problem.arrays | {"tokens": problem.arrays["tokens"].at[0].add(1) % case.vocabulary}

@@ -48,7 +48,7 @@ def toy(monkeypatch, tmp_path):
     monkeypatch.setattr("ejkernel.families._FAMILIES", [*registered_families()])
     monkeypatch.setattr(tuning, "REPEATS", 1)
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     register_families("toy_family")
 
     def run(*arguments):

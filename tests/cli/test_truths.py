@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.about.answers import Truth
-from ejkernel.about.quiet import Quiet
+from ejkernel.about.device_lock import DeviceLock
 from ejkernel.kernels.linear.about import cases as linear
 from ejkernel.kernels.native_sparse.about import cases as native_sparse
 from ejkernel.kernels.native_sparse.reference import reference
@@ -19,11 +19,11 @@ from tolerances import assert_close
 def test_blocks_are_different_and_neighbours_share_them(group):
     case = native_sparse.Case(group, 4096, 2, 2, 16, 8, "float32")
     found = native_sparse.drawn_blocks(case)[0]  # (T, Hkv, K)
-    own = np.arange(case.T) // native_sparse.BLOCK
-    assert found.shape == (4096, 2, 8) and found.min() == -1 and (found <= own[:, None, None]).all()
+    own_block = np.arange(case.T) // native_sparse.BLOCK
+    assert found.shape == (4096, 2, 8) and found.min() == -1 and (found <= own_block[:, None, None]).all()
     ordered = np.sort(found, -1)
     assert ((np.diff(ordered) > 0) | (ordered[..., 1:] < 0)).all()
-    assert ((found >= 0).sum(-1) == np.minimum(own + 1, 8)[:, None]).all()
+    assert ((found >= 0).sum(-1) == np.minimum(own_block + 1, 8)[:, None]).all()
     late = found[2048:]
     kept = np.mean([len({*a} & {*b}) / 8 for a, b in zip(late[:-1, 0], late[1:, 0], strict=True)])
     assert 0.89 < kept < 0.93 if group == "shared blocks" else kept < 0.25
@@ -50,7 +50,7 @@ def test_sums_over_pairs_are_the_recurrence(group):
     case = linear.Case(group, 2, 128, 2, 8, "float32")
     problem = linear.Recurrence(case)
     ways = (linear._in_pairs, linear._by_token)
-    pairs, tokens = (problem._run(way, "float32", problem.arrays, Quiet()) for way in ways)
+    pairs, tokens = (problem._run(way, "float32", problem.arrays, DeviceLock()) for way in ways)
     for one, other in zip(pairs, tokens, strict=True):
         for name, x in one.items():
             np.testing.assert_allclose(x, other[name], atol=2e-4)
@@ -76,7 +76,7 @@ def test_attention_a_few_queries_at_a_time_is_the_definition(case, monkeypatch):
     """A bias has a gradient too."""
     monkeypatch.setattr(softmax, "_BLOCK", case.B * case.H * case.keys * 3)  # two queries
     problem = softmax.Attention(case)
-    output, gradients = problem.truths(Quiet())
+    output, gradients = problem.truths(DeviceLock())
     trained = {name: problem.arrays[name] for name in softmax.TRAINED if name in problem.arrays}
 
     def attend(trained):

@@ -46,11 +46,11 @@ def test_numbers_differ_from_call_to_call_and_repeat_by_seed():
 def test_block_indices_are_past_blocks_in_order():
     indices = np.asarray(utils.generate_block_indices(2, 70, 3, 4, 16, seed=1))
     assert indices.shape == (2, 70, 3, 4) and indices.dtype == np.int32
-    own = np.arange(70)[None, :, None, None] // 16
+    own_block = np.arange(70)[None, :, None, None] // 16
     real = indices < 70
-    assert (indices[real] <= np.broadcast_to(own, indices.shape)[real]).all()
-    assert (indices == own).any(-1).all()  # every token sees its own block
-    assert (real.sum(-1) == np.minimum(own[..., 0] + 1, 4)).all()
+    assert (indices[real] <= np.broadcast_to(own_block, indices.shape)[real]).all()
+    assert (indices == own_block).any(-1).all()  # every token sees its own block
+    assert (real.sum(-1) == np.minimum(own_block[..., 0] + 1, 4)).all()
     steps = np.diff(indices, axis=-1)
     assert (steps[real[..., 1:]] > 0).all() and (indices[~real] == 70).all()
     assert (indices != np.asarray(utils.generate_block_indices(2, 70, 3, 4, 16, seed=2))).any()
@@ -154,13 +154,13 @@ def by_loop(x, pieces, reverse):
 
 
 @pytest.mark.parametrize(
-    ("reverse", "head_first", "packed", "rest"),
+    ("reverse", "head_first", "packed", "trailing"),
     [(False, False, False, (3,)), (True, False, True, (3, 2)), (False, True, True, (3,)), (True, True, False, (3, 2))],
 )
-def test_sums(reverse, head_first, packed, rest):
+def test_sums(reverse, head_first, packed, trailing):
     T, size = 11, 4
     cu = starts([5, 0, 4]) if packed else np.array([0, T])
-    x = np.random.default_rng(0).standard_normal((1 if packed else 2, T, *rest))
+    x = np.random.default_rng(0).standard_normal((1 if packed else 2, T, *trailing))
     mine = jnp.asarray(x.swapaxes(1, 2) if head_first else x, jnp.float32)
     options = {"reverse": reverse, "head_first": head_first, "scale": 0.5, "cu_seqlens": cu if packed else None}
     sequences = list(itertools.pairwise(cu))

@@ -16,7 +16,7 @@ from harness.samples import SAMPLES
 THREADS = 16
 
 
-def together(*work: Callable[[], Any]) -> list[Any]:
+def at_the_same_time(*work: Callable[[], Any]) -> list[Any]:
     """What each returns, all begun at one moment; an error of any is raised."""
     found: list[Any] = [None] * len(work)
     start = threading.Barrier(len(work))
@@ -51,7 +51,7 @@ def test_different_operations():
         found = jax.jit(lambda arrays: sample.function(**arrays, **sample.made()))(sample.given())
         return [np.asarray(x) for x in jax.tree.leaves(found)]
 
-    at_once = together(*(lambda name=name: call(name) for name in names))
+    at_once = at_the_same_time(*(lambda name=name: call(name) for name in names))
     jax.clear_caches()
     for name, found in zip(names, at_once, strict=True):
         for x, alone in zip(found, call(name), strict=True):
@@ -70,7 +70,7 @@ def test_settings_stay_in_their_thread():
             inside.wait(60)
         return {one.config.block_q for one in found}, explain(flash_attention, q, q, q).config_source
 
-    for number, (sizes, after) in enumerate(together(*(lambda n=n: asked(n) for n in range(THREADS)))):
+    for number, (sizes, after) in enumerate(at_the_same_time(*(lambda n=n: asked(n) for n in range(THREADS)))):
         assert sizes == {8 * (number + 1)} and after == "default"
 
 
@@ -86,7 +86,7 @@ def test_keeping_configs(tmp_path):
         for _ in range(100):
             TunedConfigs.load(path)  # warns, which is an error here, where it is unreadable
 
-    together(*(lambda n=n: write(n) for n in range(THREADS - 4)), *[read] * 4)
+    at_the_same_time(*(lambda n=n: write(n) for n in range(THREADS - 4)), *[read] * 4)
     found = TunedConfigs.load(path)
     for n in range(5):
         assert found.times("flash_attention", f"T{n}").keys() == {f"p{number}" for number in range(THREADS - 4)}

@@ -102,8 +102,8 @@ def test_a_state_can_be_handed_over(reverse, able):
         found = attend(part | {"initial_state": state}, reverse=reverse)
         state = found["state"]
         parts.append(found["out"])
-    together = jnp.concatenate(parts[::-1] if reverse else parts, 1)
-    assert_close({"out": together, "state": state}, whole)
+    joined = jnp.concatenate(parts[::-1] if reverse else parts, 1)
+    assert_close({"out": joined, "state": state}, whole)
 
 
 def test_packed_outputs_and_states_are_separate_ones(able):

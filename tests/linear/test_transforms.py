@@ -99,10 +99,10 @@ def test_vmap_over_lengths():
 
 
 def test_nested_vmap():
-    queries, states, rest = floats(2)["query"], floats(N)["initial_state"], floats()
+    queries, states, unmapped = floats(2)["query"], floats(N)["initial_state"], floats()
 
     def one(query, state):
-        return with_gradients(rest | {"query": query, "initial_state": state})
+        return with_gradients(unmapped | {"query": query, "initial_state": state})
 
     inner = jax.vmap(one, in_axes=(None, 0))
     got = jax.jit(jax.vmap(inner, in_axes=(0, None)))(queries, states)

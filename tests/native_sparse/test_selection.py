@@ -49,10 +49,10 @@ def brute_force(call) -> np.ndarray:
     """One query at a time, in numpy."""
     weight = np.asarray(reference.importance(call), np.float64)
     B, T, Hkv, _ = weight.shape
-    first, own = (np.broadcast_to(call[name], (B, T)) for name in ("first", "own"))
+    first, own_block = (np.broadcast_to(call[name], (B, T)) for name in ("first", "own_block"))
     found = np.full((B, T, Hkv, call.spec.count), -1)
     for b, t, h in np.ndindex(B, T, Hkv):
-        last = own[b, t]
+        last = own_block[b, t]
         always = [n for n, there in ((0, last >= 0), (last, last >= 1), (last - 1, last >= 2)) if there]
         free = [n for n in range(last + 1) if n not in always]
         best = sorted(free, key=lambda n: (-weight[b, t, h, first[b, t] + n], n))

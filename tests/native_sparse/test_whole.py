@@ -97,8 +97,8 @@ def test_is_the_sum_of_its_branches():
     window = flash_attention(q, k, v, causal=True, sliding_window=(19, 0))
     picked = selected_attention(q, k, v, indices, block_size=8)
     parts = given["g_slc"][..., None] * picked + given["g_swa"][..., None] * window
-    rest = native_sparse_attention(q, k, v, given["g_cmp"], **OPTIONS)
-    np.testing.assert_allclose(out, parts + rest, atol=1e-5)
+    from_compressed = native_sparse_attention(q, k, v, given["g_cmp"], **OPTIONS)
+    np.testing.assert_allclose(out, parts + from_compressed, atol=1e-5)
 
 
 @pytest.mark.parametrize("platform", ["xla", "triton"])

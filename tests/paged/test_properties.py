@@ -35,7 +35,7 @@ def table(N, W, pages=24, seed=0):
     return jnp.asarray(np.random.default_rng(seed).permutation(pages)[: N * W].reshape(N, W).astype(np.int32))
 
 
-def together(pages, table, n):
+def gathered(pages, table, n):
     """The first n keys of one sequence, contiguous: (1, n, Hkv, D)."""
     return pages[table].reshape(1, -1, *pages.shape[2:])[:, :n]
 
@@ -47,7 +47,7 @@ def test_paged_is_contiguous():
     options = {"sliding_window": (12, 0), "softmax_aux": sinks, "logits_soft_cap": 2.0, "return_lse": True}
     out, lse = jax.jit(lambda n: page_attention(query, key, value, n, rows, **options))(jnp.array(lens))
     for n, length in enumerate(lens):
-        whole = together(key, rows[n], length), together(value, rows[n], length)
+        whole = gathered(key, rows[n], length), gathered(value, rows[n], length)
         expected = jax.jit(lambda *a: flash_attention(*a, causal=True, **options))(query[n : n + 1], *whole)
         assert_close({"out": out[n], "lse": lse[n]}, {"out": expected[0][0], "lse": expected[1][0]})
 

@@ -123,8 +123,8 @@ def test_what_is_no_cost_estimate_is_refused():
 
 def test_signatures_are_those_of_the_seed():
     mqa = "(q, k, v, lengths, starts, *, block_size=256, mask_value=-2.381976426469702e+38, cost_estimate=None)"
-    rest = "(query, key, value, lengths, starts, *, block_size=256, mask_value=-2.381976426469702e+38)"
-    for name, expected in {"ragged_mqa": mqa, "ragged_mha": rest, "ragged_gqa": rest}.items():
+    same = "(query, key, value, lengths, starts, *, block_size=256, mask_value=-2.381976426469702e+38)"
+    for name, expected in {"ragged_mqa": mqa, "ragged_mha": same, "ragged_gqa": same}.items():
         signature = inspect.signature(getattr(ragged, name))
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
         assert str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)) == expected

@@ -89,11 +89,11 @@ def test_length(window):
 def test_over_explicit_axes():
     mesh = mesh_of(AxisType.Explicit)
     given = caches("key", "value", first=(N, 24)) | {"query": normal("query", (N, H, D))}
-    rest = (jnp.zeros(N, jnp.int32), LENS)
+    bounds = (jnp.zeros(N, jnp.int32), LENS)
     specs = {"query": P(None, "tp"), "key": P(None, "cache", "tp"), "value": P(None, "cache", "tp")}
     placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in given.items()}
-    got = ragged_decode_attention(placed["query"], placed["key"], placed["value"], *rest)
-    assert_close({"out": got}, {"out": ragged_decode_attention(given["query"], given["key"], given["value"], *rest)})
+    got = ragged_decode_attention(placed["query"], placed["key"], placed["value"], *bounds)
+    assert_close({"out": got}, {"out": ragged_decode_attention(given["query"], given["key"], given["value"], *bounds)})
 
 
 def test_packed_queries_do_not_split_pages():

@@ -135,13 +135,13 @@ def test_one_key_head_is_not_split(mesh):
 
 def test_ragged_heads(mesh):
     query, pages = normal("query", (10, H, D)), normal("pages", (PAGES, L, 2 * HKV, D))
-    rest = LENS.at[1].set(9), TABLE, jnp.array([0, 1, 9, 9, 10]), 4
+    others = LENS.at[1].set(9), TABLE, jnp.array([0, 1, 9, 9, 10]), 4
     whole = dict.fromkeys(("context_lens", "block_tables", "query_start_loc", "num_seqs"), P())
     specs = {"mesh": mesh, "in_specs": {"queries": P(None, "tp"), "kv_pages": HEADS, **whole}}
-    split = jax.jit(lambda *a: ragged_page_attention(*a, **specs))(query, pages, *rest)
-    assert_close({"out": split}, {"out": jax.jit(ragged_page_attention)(query, pages, *rest)})
+    split = jax.jit(lambda *a: ragged_page_attention(*a, **specs))(query, pages, *others)
+    assert_close({"out": split}, {"out": jax.jit(ragged_page_attention)(query, pages, *others)})
     with pytest.raises(ValueError, match=r"dimension Hkv of size 2 does not divide over \('tp',\) of 4 devices"):
-        ragged_page_attention(query, pages[:, :, :4], *rest, mesh=mesh, in_specs=(P(None, "tp"), HEADS))
+        ragged_page_attention(query, pages[:, :, :4], *others, mesh=mesh, in_specs=(P(None, "tp"), HEADS))
 
 
 def test_contiguous_caches_split_along(mesh):

@@ -123,9 +123,9 @@ def test_packed_padded_and_alone_are_the_same():
     left = module(*shifted, left_paddings=torch.tensor([T - n for n in lengths]))
     packed = [torch.cat([x[b, :n] for b, n in enumerate(lengths)]) for x in (q, k, v)]
     cu = torch.tensor([0, *np.cumsum(lengths)])
-    together = module(*packed, cu_seqlen_k=cu)
+    packed_out = module(*packed, cu_seqlen_k=cu)
     for b, n in enumerate(lengths):
-        for found in (right[b, :n], left[b, T - n :], together[cu[b] : cu[b + 1]]):
+        for found in (right[b, :n], left[b, T - n :], packed_out[cu[b] : cu[b + 1]]):
             torch.testing.assert_close(found, alone[b], atol=1e-5, rtol=1e-5)
         assert not right[b, n:].any() and not left[b, : T - n].any()
     decoded = module(q[:, 0], k.flatten(0, 1), v.flatten(0, 1), cu_seqlen_k=torch.arange(4) * T)

@@ -70,7 +70,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event, duration, **rest):
+    def _listen(self, event, duration, **others):
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def clear(self):

@@ -69,8 +69,8 @@ def test_lists_hold_what_the_mask_shows(T, S, block, lead, side, rows, parts, al
         starts, bits = visited & -PIECE, visited & (PIECE - 1)
         shown = starts[bits > 0]
         assert len(set(shown)) == len(shown) and bits.max(initial=0) < 1 << rows // PIECE
-        own = (starts_of[b, h, i][:, None] + np.arange(PIECE)).ravel()
-        tile, inside = seen[b, h][own], within[own]
+        columns = (starts_of[b, h, i][:, None] + np.arange(PIECE)).ravel()
+        tile, inside = seen[b, h][columns], within[columns]
         left = tile.copy()
         for place, (start, bit) in enumerate(zip(starts, bits, strict=True)):
             piece = slice(start, start + PIECE)

@@ -143,8 +143,8 @@ def test_the_grid_visits_what_the_schedule_says(mask, side):
             found = (*steps.row(steps.scalars, b, h, done), *steps.column(steps.scalars, b, h, done))
             mine = list(zip(*(np.broadcast_to(x, done.shape).tolist() for x in found), strict=True))
             for row, member in np.ndindex(blocks, G):
-                own = [(j, word) for r, g, j, word in mine if (r, g) == (row, member) and word & VISIT]
-                assert [(j, bool(word & MASKED)) for j, word in own] == listed(schedule, b, h * G + member, row)
+                visits = [(j, word) for r, g, j, word in mine if (r, g) == (row, member) and word & VISIT]
+                assert [(j, bool(word & MASKED)) for j, word in visits] == listed(schedule, b, h * G + member, row)
             starts = [r for r, _, _, word in mine if word & FIRST]
             assert starts == [r for r, _, _, word in mine if word & LAST] == list(range(blocks))
 

@@ -63,9 +63,9 @@ def test_packed_is_separate(lengths):
     cum = np.concatenate([[0], np.cumsum(lengths)])
     outputs, gradients = packed_program()(floats, cotangents, jnp.asarray(cum, jnp.int32))
     for start, stop in pairwise(cum):
-        own = {name: x[None, start:stop] for name, x in floats.items()}
+        part = {name: x[None, start:stop] for name, x in floats.items()}
         own_cotangents = {"out": cotangents["out"][None, start:stop], "lse": cotangents["lse"][None, :, start:stop]}
-        alone = separate_program()(own, own_cotangents)
+        alone = separate_program()(part, own_cotangents)
         packed = {"out": outputs["out"][None, start:stop], "lse": outputs["lse"][None, :, start:stop]}
         assert_close(packed, alone[0])
         assert_close({name: x[None, start:stop] for name, x in gradients.items()}, alone[1])

@@ -47,8 +47,8 @@ def test_what_lies_at_a_boundary_may_fall_on_either_side(case, order):
     at = np.arange(case.D)[::-1] if order == "backwards" else np.arange(case.D).reshape(2, -1).T.ravel()
 
     def another_order(arrays):
-        turned = {name: arrays[name][..., at] for name in ("query", "key")}
-        return call_case(case, XLA, arrays | turned)
+        permuted = {name: arrays[name][..., at] for name in ("query", "key")}
+        return call_case(case, XLA, arrays | permuted)
 
     check_instead(case, another_order)
 

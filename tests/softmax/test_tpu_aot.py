@@ -152,10 +152,10 @@ def test_four_chips_do_not_talk(checked, tpu_devices):
     def attend(q, k, v):
         if not checked:
             return flash_attention(q, k, v, causal=True, mesh=mesh, in_specs=(spec,) * 3)
-        own = jax.shard_map(
+        sharded = jax.shard_map(
             lambda *x: flash_attention(*x, causal=True, mesh=mesh), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
         )
-        return own(q, k, v)
+        return sharded(q, k, v)
 
     step = jax.jit(lambda *x: jax.vjp(attend, *x)[1](x[0]))
     text = step.lower(q, q, q).compile().as_text()

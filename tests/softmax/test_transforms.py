@@ -17,25 +17,25 @@ TILES = {"block_q": 8, "block_k": 8}
 N = 3  # the mapped axis
 
 
-def attend(floats, rest, **options):
+def attend(floats, extras, **options):
     """(out, lse) of arrays with a gradient and of others: `ids`, `mask`, `blocks`, `seed`."""
-    rest = dict(rest)
+    extras = dict(extras)
     mask = MaskInfo(T, T)
-    if "ids" in rest:
-        mask &= MaskInfo.from_segments(rest.pop("ids"))
-    if "mask" in rest:
-        mask &= MaskInfo.from_attention_mask(rest.pop("mask"))
-    if "blocks" in rest:
-        mask &= MaskInfo.from_block_pattern(BlockPattern.from_dense(rest.pop("blocks"), block_size=5), q_len=T)
-    if "seed" in rest:
-        options |= {"dropout_prob": 0.4, "dropout_seed": rest.pop("seed")}
-    assert not rest
+    if "ids" in extras:
+        mask &= MaskInfo.from_segments(extras.pop("ids"))
+    if "mask" in extras:
+        mask &= MaskInfo.from_attention_mask(extras.pop("mask"))
+    if "blocks" in extras:
+        mask &= MaskInfo.from_block_pattern(BlockPattern.from_dense(extras.pop("blocks"), block_size=5), q_len=T)
+    if "seed" in extras:
+        options |= {"dropout_prob": 0.4, "dropout_seed": extras.pop("seed")}
+    assert not extras
     return flash_attention(**floats, mask_info=mask, causal=True, return_lse=True, cfg=TILES, **options)
 
 
-def with_gradients(floats, rest):
+def with_gradients(floats, extras):
     """Outputs and gradients of one call, under cotangents that differ from place to place."""
-    (out, lse), pull = jax.vjp(lambda f: attend(f, rest), floats)
+    (out, lse), pull = jax.vjp(lambda f: attend(f, extras), floats)
     (gradients,) = pull((jnp.cos(out), jnp.where(jnp.isfinite(lse), jnp.sin(lse), 1.0)))
     return {"out": out, "lse": lse}, gradients
 
@@ -85,11 +85,11 @@ def part(arrays, mapped, n):
 @pytest.mark.parametrize("name", MAPS)
 def test_vmap_is_a_loop(name):
     """Values and per-example gradients."""
-    floats, rest, mapped = MAPS[name]
-    axes = axes_of(floats, mapped), axes_of(rest, mapped)
-    outputs, gradients = jax.jit(jax.vmap(with_gradients, in_axes=axes))(floats, rest)
+    floats, extras, mapped = MAPS[name]
+    axes = axes_of(floats, mapped), axes_of(extras, mapped)
+    outputs, gradients = jax.jit(jax.vmap(with_gradients, in_axes=axes))(floats, extras)
     one = jax.jit(with_gradients)
-    loop = [one(part(floats, mapped, n), part(rest, mapped, n)) for n in range(N)]
+    loop = [one(part(floats, mapped, n), part(extras, mapped, n)) for n in range(N)]
     expected = jax.tree.map(lambda *x: np.stack(x), *loop)
     assert_close(outputs, expected[0])
     assert_close(gradients, expected[1], kind="gradient of")
@@ -97,16 +97,16 @@ def test_vmap_is_a_loop(name):
 
 @pytest.mark.parametrize("name", ["qkv", "query", "mask-batch-1", "bias-unmapped", "sinks-unmapped", "dropout"])
 def test_gradient_of_vmap_is_the_sum_of_a_loop(name):
-    floats, rest, mapped = MAPS[name]
+    floats, extras, mapped = MAPS[name]
 
-    def loss(floats, rest):
-        out, lse = attend(floats, rest)
+    def loss(floats, extras):
+        out, lse = attend(floats, extras)
         return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
 
-    mapped_loss = jax.vmap(loss, in_axes=(axes_of(floats, mapped), axes_of(rest, mapped)))
-    gradients = jax.jit(jax.grad(lambda f: mapped_loss(f, rest).sum()))(floats)
+    mapped_loss = jax.vmap(loss, in_axes=(axes_of(floats, mapped), axes_of(extras, mapped)))
+    gradients = jax.jit(jax.grad(lambda f: mapped_loss(f, extras).sum()))(floats)
     one = jax.jit(jax.grad(loss))
-    loop = [one(part(floats, mapped, n), part(rest, mapped, n)) for n in range(N)]
+    loop = [one(part(floats, mapped, n), part(extras, mapped, n)) for n in range(N)]
     expected = {name: (np.stack if name in mapped else sum)([g[name] for g in loop]) for name in floats}
     assert_close(gradients, expected, kind="gradient of")
 
@@ -143,8 +143,8 @@ def test_vmap_over_other_axes_and_a_mask_info():
 
 
 def test_jit_is_eager():
-    floats, rest = qkv(2) | {"bias": normal("bias", (H, T, T))}, {"ids": IDS[0], "seed": jnp.int32(1)}
-    eager, compiled = with_gradients(floats, rest), jax.jit(with_gradients)(floats, rest)
+    floats, extras = qkv(2) | {"bias": normal("bias", (H, T, T))}, {"ids": IDS[0], "seed": jnp.int32(1)}
+    eager, compiled = with_gradients(floats, extras), jax.jit(with_gradients)(floats, extras)
     assert_close(eager[0], compiled[0])
     assert_close(eager[1], compiled[1])
 
@@ -188,12 +188,12 @@ def test_scan_over_masks():
 
 
 def test_export():
-    floats, rest = qkv(2), {"ids": IDS[0]}
+    floats, extras = qkv(2), {"ids": IDS[0]}
     function = jax.jit(with_gradients)
-    exported = jax.export.export(function)(floats, rest)
+    exported = jax.export.export(function)(floats, extras)
     if importlib.util.find_spec("flatbuffers"):  # what JAX writes exports with
         exported = jax.export.deserialize(exported.serialize())
-    for got, expected in zip(jax.jit(exported.call)(floats, rest), function(floats, rest), strict=True):
+    for got, expected in zip(jax.jit(exported.call)(floats, extras), function(floats, extras), strict=True):
         assert_close(got, expected)
 
 

@@ -73,7 +73,7 @@ class Problem:
         x = jnp.sin(jnp.arange(2 * case.T * 3.0)).reshape(2, case.T, 3)
         self.arrays = {"x": x, "state": x[:, 0], "lengths": jnp.array([case.T, 5]), "dout": jnp.cos(x)}
 
-    def truths(self, quiet):
+    def truths(self, device_lock):
         def attend(x, state):
             return definition(canonicalise(x, state, self.arrays["lengths"]), jnp.float32)[0]
 

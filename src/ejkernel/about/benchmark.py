@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from ejkernel.about.answers import Truth
-from ejkernel.about.quiet import Quiet
+from ejkernel.about.device_lock import DeviceLock
 
 FORWARD, BOTH = "forward", "forward + backward"
 # both, and what is trained moved against its gradients
@@ -76,7 +76,7 @@ class Problem(Protocol):
 
     arrays: Arrays
 
-    def truths(self, quiet: Quiet) -> list[Truth]:
+    def truths(self, device_lock: DeviceLock) -> list[Truth]:
         """Of the outputs, then of the gradients where there are any."""
         ...
 
@@ -109,7 +109,7 @@ class Contender:
     Attributes:
         key: what selects it on the command line.
         name: what tables call it.
-        build: (case, pass, arrays, quiet) to a program.
+        build: (case, pass, arrays, device_lock) to a program.
         missing: why it cannot take part on a backend at all, or None.
         refusal: why it cannot do a case, or None.
         tuning: for ours, where a time belongs in the tuned file.
@@ -118,7 +118,7 @@ class Contender:
 
     key: str
     name: str
-    build: Callable[[Any, str, Arrays, Quiet], Program]
+    build: Callable[[Any, str, Arrays, DeviceLock], Program]
     missing: Callable[[str], str | None] = _nothing
     refusal: Callable[[Any], str | None] = _nothing
     tuning: Callable[[Any], dict[str, Any] | None] = _nothing
@@ -182,7 +182,7 @@ def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, 
 def jax_program(
     function: Callable[[Arrays], Arrays],
     arrays: Arrays,
-    quiet: Quiet,
+    device_lock: DeviceLock,
     chain: Chain | None = None,
     compiler_options: dict[str, Any] | None = None,
     tries: bool = False,
@@ -195,7 +195,7 @@ def jax_program(
 
     def compile(function: Callable[[Arrays], Any]) -> tuple[Any, float]:
         """And how long that took, which waiting for the device is no part of."""
-        with quiet.shared() if tries else nullcontext():
+        with device_lock.shared() if tries else nullcontext():
             start = time.perf_counter()
             compiled = jax.jit(function).lower(arrays).compile(compiler_options)
             return compiled, time.perf_counter() - start
@@ -224,7 +224,7 @@ def jax_program(
         jax.block_until_ready(results)
         return (time.perf_counter() - start) * calls / (runs * links)
 
-    with quiet:
+    with device_lock:
         start = time.perf_counter()
         jax.block_until_ready(compiled(arrays))
         running = time.perf_counter() - start

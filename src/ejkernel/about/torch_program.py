@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.about.benchmark import Program, Quiet
+from ejkernel.about.benchmark import DeviceLock, Program
 
 Tensor = Any
 # one pass: its results by name
@@ -28,14 +28,14 @@ def missing(backends: tuple[str, ...], package: str, backend: str) -> str | None
 
 
 def torch_program(
-    make: Callable[[], Step], on_gpu: bool, quiet: Quiet, view: Callable[[Tensor], Tensor] = lambda x: x
+    make: Callable[[], Step], on_gpu: bool, device_lock: DeviceLock, view: Callable[[Tensor], Tensor] = lambda x: x
 ) -> Program:
     """The program of a step, which `make` makes first; `view` lays results out as they are judged."""
     import torch
 
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     start = time.perf_counter()
-    with quiet.shared():
+    with device_lock.shared():
         step = make()
 
     def seconds(calls: int) -> float:
@@ -51,10 +51,10 @@ def torch_program(
         wait()
         return answer
 
-    with quiet.shared():  # compiling and running are one for PyTorch, and some tune meanwhile
+    with device_lock.shared():  # compiling and running are one for PyTorch, and some tune meanwhile
         seconds(1)
     first = time.perf_counter() - start
-    with quiet:
+    with device_lock:
         return Program(seconds, results, first, _temporary_bytes(step) if on_gpu else None)
 
 

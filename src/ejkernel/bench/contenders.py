@@ -11,8 +11,8 @@ from ejkernel.about.benchmark import (
     Benchmark,
     Case,
     Contender,
+    DeviceLock,
     Program,
-    Quiet,
     jax_program,
     passes_of,
 )
@@ -64,14 +64,14 @@ def _ours(family: Family, platform: str) -> Contender:
     """Ours on a platform: what `explain` says of a case is what it refuses, and where its times are kept."""
     benchmark = benchmark_of(family)
 
-    def build(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+    def build(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
         function = family.function(case.operations[0])
 
         def call(given: Arrays) -> Any:
             return function(**case.arguments(given), platform=platform)
 
         chain = benchmark.chain(case, what)
-        return jax_program(passes_of(call, what, benchmark.trained), arrays, quiet, chain)
+        return jax_program(passes_of(call, what, benchmark.trained), arrays, device_lock, chain)
 
     def refusal(case: Case) -> str | None:
         told = explained(family, case.operations[0], case, platform)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.about.benchmark import FORWARD, UNITS, Benchmark, Case, Contender, Problem, Program, Quiet
+from ejkernel.about.benchmark import FORWARD, UNITS, Benchmark, Case, Contender, DeviceLock, Problem, Program
 from ejkernel.about.family import Family
 from ejkernel.bench.contenders import all_contenders, benchmark_of
-from ejkernel.bench.timing import REST_SECONDS, in_turns
+from ejkernel.bench.timing import PAUSE_SECONDS, in_turns
 from ejkernel.bench.workers import TOO_LATE, Lost, spread
 
 
@@ -67,16 +67,16 @@ def _short(error: Exception) -> str:
 class _Bench:
     """One case on this process's device."""
 
-    def __init__(self, case: Case, problem: Problem, quiet: Quiet):
-        self.case, self.problem, self.quiet = case, problem, quiet
-        self.truths = problem.truths(quiet)
+    def __init__(self, case: Case, problem: Problem, device_lock: DeviceLock):
+        self.case, self.problem, self.device_lock = case, problem, device_lock
+        self.truths = problem.truths(device_lock)
 
     def build(self, contender: Contender, what: str) -> tuple[Program | None, Result]:
         """The program, where it can be timed, and all that is known before it is."""
         blank = Result(self.case.name, what, contender.name, "ok", tuning=contender.tuning(self.case))
         try:
-            program = contender.build(self.case, what, self.problem.arrays, self.quiet)
-            with self.quiet:
+            program = contender.build(self.case, what, self.problem.arrays, self.device_lock)
+            with self.device_lock:
                 got = jax.block_until_ready(program.results())
             truths = self.truths[:1] if what == FORWARD else self.truths
             errors = {name: truth.error(name, got[name]) for truth in truths for name in truth.exact}
@@ -94,9 +94,9 @@ class _Bench:
 
     def time(self, built: list[tuple[Program, Result]], repeats: int) -> list[Result]:
         """The results of one pass with their times."""
-        rest = REST_SECONDS if jax.default_backend() == "cpu" else 0.0
-        with self.quiet:
-            samples = in_turns({result.contender: program.seconds for program, result in built}, repeats, rest)
+        pause = PAUSE_SECONDS if jax.default_backend() == "cpu" else 0.0
+        with self.device_lock:
+            samples = in_turns({result.contender: program.seconds for program, result in built}, repeats, pause)
         per = UNITS[self.case.facts()["unit"]].amount
         found = [(result, samples[result.contender]) for _, result in built]
         return [
@@ -124,7 +124,7 @@ def measure(
     case: Case,
     contenders: list[Contender],
     repeats: int,
-    quiet: Quiet,
+    device_lock: DeviceLock,
     deadline: float = float("inf"),
     early: bool = False,
 ) -> Iterator[Measured]:
@@ -141,7 +141,7 @@ def measure(
     yield Measured(refused)
     if not able:
         return
-    bench = _Bench(case, benchmark.problem(case), quiet)
+    bench = _Bench(case, benchmark.problem(case), device_lock)
     built: dict[str, list[tuple[Program, Result]]] = {what: [] for what in case.passes}
     longest = 0.0
     for number, contender in enumerate(able):
@@ -189,8 +189,8 @@ def _in_a_process(job: Job) -> Iterator[Measured]:
     family: Family = import_module(job.family).FAMILY
     chosen = [c for c in all_contenders(family, job.backend, job.platforms) if c.name in job.contenders]
     early = job.deadline < float("inf")
-    quiet = Quiet(job.lock, early)
-    yield from measure(benchmark_of(family), job.case, chosen, job.repeats, quiet, job.deadline, early)
+    device_lock = DeviceLock(job.lock, early)
+    yield from measure(benchmark_of(family), job.case, chosen, job.repeats, device_lock, job.deadline, early)
 
 
 def measure_here(
@@ -206,7 +206,7 @@ def measure_here(
         elif start + longest > deadline:
             yield _nobody(case, names, "skipped", TOO_LATE.reason)
         else:
-            for part in measure(benchmark, case, contenders, repeats, Quiet(), deadline):
+            for part in measure(benchmark, case, contenders, repeats, DeviceLock(), deadline):
                 culprit = part.culprit
                 yield part.results
             longest = max(longest, time.monotonic() - start)
@@ -229,6 +229,6 @@ def measure_in_processes(jobs: list[Job], processes: int, deadline: float) -> It
             continue
         cells |= {(result.what, result.contender) for result in outcome.results}
         if outcome.culprit is not None:
-            rest = [name for name in job.contenders if name != outcome.culprit]
-            queue.appendleft(job._replace(contenders=rest))
+            remaining = [name for name in job.contenders if name != outcome.culprit]
+            queue.appendleft(job._replace(contenders=remaining))
         yield outcome.results

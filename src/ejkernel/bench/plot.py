@@ -36,11 +36,11 @@ def _rows(found: Document) -> list[tuple[str, list[str], str]]:
         rows.setdefault(key, {}).setdefault(facts.get("T", 0), []).append(name)
     found_rows = []
     for (_, _, unit, group), lengths in sorted(rows.items()):
-        together = [lengths[T] for T in sorted(lengths)]
-        if sum(map(len, together)) <= FEW * len(together):
-            together = _split([case for cases in together for case in cases])
-        titles = [", ".join(filter(None, (group, _common(found, cases)))) for cases in together]
-        found_rows += [(title, cases, unit) for title, cases in zip(titles, together, strict=True)]
+        groups = [lengths[T] for T in sorted(lengths)]
+        if sum(map(len, groups)) <= FEW * len(groups):
+            groups = _split([case for cases in groups for case in cases])
+        titles = [", ".join(filter(None, (group, _common(found, cases)))) for cases in groups]
+        found_rows += [(title, cases, unit) for title, cases in zip(titles, groups, strict=True)]
     return found_rows
 
 
@@ -116,10 +116,10 @@ def draw(found: Document, path: Path) -> None:
         len(rows), wide, figsize=(7 * wide, 3.4 * len(rows) + 1.2), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
-    for (title, cases, unit), own, across in zip(rows, passes, panels, strict=True):
-        for axes in across[len(own) :]:
+    for (title, cases, unit), row_passes, across in zip(rows, passes, panels, strict=True):
+        for axes in across[len(row_passes) :]:
             axes.set_visible(False)
-        for what, axes in zip(own, across, strict=False):
+        for what, axes in zip(row_passes, across, strict=False):
             _panel(axes, found, cases, what, unit)
             axes.set_title(f"{title}: {what}", fontsize=10)
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}

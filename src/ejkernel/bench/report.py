@@ -120,18 +120,20 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], names: list[str]) -
             raise ValueError(f"{name} was {before.get(name)}, and is {now.get(name)}")
 
 
-def only(found: Document, wanted: Callable[[str], bool], among: Callable[[str], bool] = lambda name: True) -> Document:
+def only(
+    found: Document, wanted: Callable[[str], bool], wanted_contender: Callable[[str], bool] = lambda name: True
+) -> Document:
     """The part about the cases wanted, and about the contenders among whom they are shown."""
     cases = {name: facts for name, facts in found["cases"].items() if wanted(name)}
-    contenders = {name: platform for name, platform in found["contenders"].items() if among(name)}
+    contenders = {name: platform for name, platform in found["contenders"].items() if wanted_contender(name)}
     results = [r for r in found["results"] if r["case"] in cases and r["contender"] in contenders]
     return found | {"cases": cases, "contenders": contenders, "results": results}
 
 
 def joined(runs: list[Document]) -> Document:
     """Several runs of one device as one, theirs in order; `ValueError` where devices differ or cases are the same."""
-    first, *rest = runs
-    if not rest:
+    first, *others = runs
+    if not others:
         return first
     devices = list(dict.fromkeys(run["machine"]["device"] for run in runs))
     if len(devices) > 1:
@@ -305,10 +307,10 @@ def costs(found: Document) -> Grid:
     """The longest first call and the most temporary memory of each contender, and where."""
     rows = []
     for name in found["contenders"]:
-        own = [r for r in found["results"] if r["contender"] == name and r["milliseconds"] is not None]
+        timed = [r for r in found["results"] if r["contender"] == name and r["milliseconds"] is not None]
         cells = [Cell(name)]
         for field, unit in (("first_call_seconds", "s"), ("temporary_megabytes", "MB")):
-            known = [r for r in own if r[field] is not None]
+            known = [r for r in timed if r[field] is not None]
             most = max(known, key=lambda r: r[field], default=None)
             cells.append(Cell("" if most is None else f"{most[field]:.1f} {unit} ({most['case']}, {most['what']})"))
         rows.append(cells)

@@ -10,7 +10,7 @@ SAMPLE_SECONDS = 0.025
 # what takes longer than this is measured only so often: it is not a close race
 SLOW_SECONDS, SLOW_REPEATS = 1.0, 3
 # on a CPU the idle threads of the one before spin for a while and would slow the next
-REST_SECONDS = 0.3
+PAUSE_SECONDS = 0.3
 
 
 class Samples(NamedTuple):
@@ -26,7 +26,7 @@ class Samples(NamedTuple):
         return (ordered[middle] + ordered[-middle - 1]) / 2
 
 
-def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: float = 0.0) -> dict[str, Samples]:
+def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, pause: float = 0.0) -> dict[str, Samples]:
     """Samples of each, one of each in every turn: a clock that drifts slows all alike.
 
     Turns differ in their order, which is the same in every run, so that nobody always follows the same one, which may
@@ -38,7 +38,7 @@ def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, rest: flo
         for name in random.Random(turn).sample(list(runs), len(runs)):
             if turn >= SLOW_REPEATS and found[name][0] > SLOW_SECONDS:
                 continue
-            time.sleep(rest)
+            time.sleep(pause)
             found[name].append(runs[name](calls[name]) / calls[name])
     return {name: Samples(found[name], calls[name]) for name in runs}
 

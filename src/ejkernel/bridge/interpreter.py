@@ -80,7 +80,10 @@ def interpret_launch(launch: Launch, *arrays: jax.Array) -> tuple[np.ndarray, ..
     for memory, original in zip(operands, originals, strict=True):
         memory.array[...] = original
     aliased = {output: operands[operand] for operand, output in launch.aliases}
-    outputs = [aliased.get(i) or Memory(names[len(inputs) + i], s.shape, s.dtype) for i, s in enumerate(launch.outputs)]
+    outputs = [
+        aliased.get(i) or Memory(names[len(inputs) + i], struct.shape, struct.dtype)
+        for i, struct in enumerate(launch.outputs)
+    ]
     with np.errstate(all="ignore"), _patched() as call:
         given = [None if x in aliased.values() else x for x in inputs]
         _run_grid(launch, call, [_as_tensor(x) for x in [*given, *outputs]])

@@ -60,7 +60,9 @@ def triton_call(
     Has neither a derivative nor a batching rule: operations bring their own.
     """
     single = hasattr(out_shape, "dtype")
-    outputs = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in ([out_shape] if single else out_shape))
+    outputs = tuple(
+        jax.ShapeDtypeStruct(struct.shape, struct.dtype) for struct in ([out_shape] if single else out_shape)
+    )
     static = {name: v.item() if isinstance(v, np.generic) else v for name, v in constexprs.items()}
     slots = tuple(_slot(a) for a in arguments)
     _check_parameters(kernel, len(arguments), len(outputs), set(static))
@@ -142,7 +144,7 @@ def _operand_aliases(
 
 def _not_launched(launch: Launch, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     aliased = {output: arrays[operand] for operand, output in launch.aliases}
-    return [aliased.get(i, jnp.zeros(s.shape, s.dtype)) for i, s in enumerate(launch.outputs)]
+    return [aliased.get(i, jnp.zeros(struct.shape, struct.dtype)) for i, struct in enumerate(launch.outputs)]
 
 
 launch_p = jex.core.Primitive("ejkernel_triton_launch")
@@ -156,7 +158,7 @@ def _abstract_eval(*operands: Any, launch: Launch) -> list[jax.core.ShapedArray]
         x, y = operands[operand], launch.outputs[output]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise ValueError(f"cannot alias {x.dtype}{x.shape} with output {output}, {y.dtype}{y.shape}")
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in launch.outputs]
+    return [jax.core.ShapedArray(struct.shape, struct.dtype) for struct in launch.outputs]
 
 
 def _lower(ctx: Any, *operands: Any, launch: Launch) -> Any:
@@ -211,7 +213,11 @@ def _compiled(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
 
 def _aliases_after_fill(launch: Launch) -> list[tuple[int, int]]:
     """Aliases by operand of jax-triton 0.3, for which an absent array is an operand too."""
-    operands = [i for i, slot in enumerate(s for s in launch.arguments if isinstance(s, Slot)) if slot is Slot.ARRAY]
+    operands = [
+        i
+        for i, slot in enumerate(argument for argument in launch.arguments if isinstance(argument, Slot))
+        if slot is Slot.ARRAY
+    ]
     return [(operands[operand], output) for operand, output in launch.aliases]
 
 

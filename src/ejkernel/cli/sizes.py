@@ -55,14 +55,14 @@ def _parameter(name: str, options: list[tuple[type, Option, Any]]) -> inspect.Pa
 def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
     """A command with all these options; it gets those that were given as `sizes`, by name."""
     options = _merged()
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "sizes"]
+    declared = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "sizes"]
 
     @wraps(command)
     def run(**given: Any) -> None:
         sizes = {name: given.pop(name) for name in options}
         command(**given, sizes={name: size for name, size in sizes.items() if size is not None})
 
-    parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own), *options.values()]
+    parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in declared), *options.values()]
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run

@@ -113,8 +113,8 @@ def _of_sizes(family: Family, operation: str, sizes: dict[str, Any]) -> Work:
 
     def run(platform: str) -> None:
         arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-        rest = {name: x for name, x in arguments.items() if name not in arrays}
-        jax.eval_shape(lambda given: function(**given, **rest, platform=platform), arrays)
+        options = {name: x for name, x in arguments.items() if name not in arrays}
+        jax.eval_shape(lambda given: function(**given, **options, platform=platform), arrays)
 
     name = " ".join(f"{name} {size}" for name, size in sizes.items()) or "default sizes"
     return Work(name, operation, (), run, lambda platform: explain(function, **arguments, platform=platform))

@@ -100,7 +100,7 @@ class _Case:
         backend = jax.default_backend()
         self.quickly = QUICKLY.get(backend)
         # trying out XLA's matmuls takes longer than all else, and kernels have nothing of it
-        self.own = self.quickly if backend == "gpu" else None
+        self.own_options = self.quickly if backend == "gpu" else None
         self.check, self.family = check, family_of(check.operation)
         arrays = check.arrays()
         wide = {name: jnp.asarray(np.asarray(x, np.float32)) for name, x in arrays.items()}
@@ -142,7 +142,9 @@ class _Case:
     def ours(self, platform: str) -> Compiled:
         """The public function on a platform."""
         function, static = self.family.function(self.check.operation), self.check.static
-        return self._compiled(lambda a, f: function(**a, **f, **static, platform=platform), self.inputs, self.own)
+        return self._compiled(
+            lambda a, f: function(**a, **f, **static, platform=platform), self.inputs, self.own_options
+        )
 
     def peer(self) -> Compiled:
         """jax.nn, which has such a thing."""

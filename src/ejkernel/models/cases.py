@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.about.answers import FLOOR, Truth
-from ejkernel.about.benchmark import FORWARD, TRAINING, Arrays, Quiet
+from ejkernel.about.benchmark import FORWARD, TRAINING, Arrays, DeviceLock
 from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.models.transformer import WEIGHTS, layer, logits, losses, weight_shapes
@@ -78,7 +78,9 @@ class Case:
     def structs(self) -> Arrays:
         struct = jax.ShapeDtypeStruct
         # those trained are float32, and cast for each step
-        found: Arrays = {n: struct(s, self.dtype if self.decodes else "float32") for n, s in self.weights().items()}
+        found: Arrays = {
+            n: struct(shape, self.dtype if self.decodes else "float32") for n, shape in self.weights().items()
+        }
         if self.decodes:
             pages = (self.B * self._pages, self.page, self.Hkv, self.D)
             found["caches"] = [(struct(pages, self.dtype),) * 2 for _ in range(self.layers)]
@@ -145,21 +147,21 @@ class Model:
             self.arrays["segments"] = jnp.asarray(np.repeat(np.arange(case.documents), np.diff(offsets))[None], "int32")
         jax.block_until_ready(self.arrays)
 
-    def truths(self, quiet: Quiet) -> list[Truth]:
+    def truths(self, device_lock: DeviceLock) -> list[Truth]:
         """The loss of every token and the gradients of all weights, or the logits of every step."""
         defined = _decoded if self.case.decodes else _trained
-        exact = self._run(defined, "float32", quiet)
-        naive = exact if self.case.dtype == "float32" else self._run(defined, self.case.dtype, quiet)
+        exact = self._run(defined, "float32", device_lock)
+        naive = exact if self.case.dtype == "float32" else self._run(defined, self.case.dtype, device_lock)
         floor = FLOOR * self.case.layers * max(1.0, math.sqrt(self.case.T / 256))
         return [Truth.of(e, n, floor) for e, n in zip(exact, naive, strict=True)]
 
-    def _run(self, defined: Any, dtype: str, quiet: Quiet) -> list[Arrays]:
+    def _run(self, defined: Any, dtype: str, device_lock: DeviceLock) -> list[Arrays]:
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
         with jax.default_matmul_precision("highest"):
             program = jax.jit(partial(defined, self.case, jnp.dtype(dtype)), compiler_options=options)
             compiled = program.lower(self.arrays).compile()
-        with quiet:
+        with device_lock:
             return jax.block_until_ready(compiled(self.arrays))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.about.benchmark import Arrays, Contender, Program, Quiet, jax_program, passes_of
+from ejkernel.about.benchmark import Arrays, Contender, DeviceLock, Program, jax_program, passes_of
 from ejkernel.models.cases import TRAINED, Case, contiguous
 from ejkernel.models.transformer import decode, losses
 
@@ -54,21 +54,21 @@ def _contender(
         gigabytes = 4 * case.H * case.T * case.T / 2**30
         return f"its logits would take {gigabytes:.0f} GiB" if gigabytes > most else None
 
-    def build(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+    def build(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
         importlib.import_module(package)  # no part of a first call
         if case.decodes:
             assert cached is not None
-            return _build_decoding(cached, case, arrays, quiet)
+            return _build_decoding(cached, case, arrays, device_lock)
         if case.packed:
-            with quiet:
+            with device_lock:
                 arrays = {**arrays, "mask": jax.block_until_ready(_same_document(arrays["segments"]))}
 
         def whole(arrays: Arrays) -> jax.Array:
             weights = {name: arrays[name] for name in TRAINED}
-            own = partial(attend, arrays)
-            return losses(case, weights, arrays["tokens"], arrays["targets"], own, case.dtype)
+            attend_here = partial(attend, arrays)
+            return losses(case, weights, arrays["tokens"], arrays["targets"], attend_here, case.dtype)
 
-        return jax_program(passes_of(whole, what, TRAINED), arrays, quiet, compiler_options=_options())
+        return jax_program(passes_of(whole, what, TRAINED), arrays, device_lock, compiler_options=_options())
 
     return Contender(key, name, build, missing, refusal)
 
@@ -115,8 +115,8 @@ def _fa4(arrays: Arrays, *qkv: jax.Array) -> jax.Array:
 # A loop over a contiguous cache -----------------------------------------------------------------------------------
 
 
-def _build_decoding(attend: AttendCached, case: Case, arrays: Arrays, quiet: Quiet) -> Program:
-    with quiet:
+def _build_decoding(attend: AttendCached, case: Case, arrays: Arrays, device_lock: DeviceLock) -> Program:
+    with device_lock:
         table, side_by_side = arrays["block_tables"], jax.jit(partial(contiguous, case))
         caches = [tuple(side_by_side(cache, table) for cache in pages) for pages in arrays["caches"]]
         jax.block_until_ready(caches)
@@ -131,4 +131,4 @@ def _build_decoding(attend: AttendCached, case: Case, arrays: Arrays, quiet: Qui
         weights = {name: arrays[name] for name in TRAINED}
         return {"out": decode(case, weights, arrays["caches"], arrays["tokens"], one)}
 
-    return jax_program(whole, {**arrays, "caches": caches}, quiet)
+    return jax_program(whole, {**arrays, "caches": caches}, device_lock)

@@ -95,10 +95,10 @@ class AttentionMetadata:
         ('bfloat16', 128, 'sp')
         """
         theirs = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}
-        own: dict[str, Any] = {"softmax_scale": softmax_scale, "dropout_prob": dropout_prob}
-        names = [field.name for field in fields(cls) if field.name not in own]
+        given: dict[str, Any] = {"softmax_scale": softmax_scale, "dropout_prob": dropout_prob}
+        names = [field.name for field in fields(cls) if field.name not in given]
         found = {name: getattr(config, theirs.get(name, name), None) for name in names}
-        return cls(**{name: value for name, value in found.items() if value is not None}, **own)
+        return cls(**{name: value for name, value in found.items() if value is not None}, **given)
 
     def specs(
         self, mode: Mode, query: tuple[int, ...], key: tuple[int, ...], *, split_length: bool = False

@@ -18,9 +18,9 @@ def _fold(x: jax.Array, mapped: bool, size: int, B: int, expand: bool) -> jax.Ar
     """(size, b, ...) or (b, ...) to (size * B, ...); an unmapped broadcast row stays one row unless `expand`."""
     if not mapped and x.shape[0] == 1 and not expand:
         return x
-    rest = x.shape[2:] if mapped else x.shape[1:]
+    trailing = x.shape[2:] if mapped else x.shape[1:]
     x = x if mapped else x[None]
-    return jnp.broadcast_to(x, (size, B, *rest)).reshape(size * B, *rest)
+    return jnp.broadcast_to(x, (size, B, *trailing)).reshape(size * B, *trailing)
 
 
 def _unfold(x: jax.Array, size: int, B: int, rows: int) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.ops import config as configs
 from ejkernel.ops import tuning
 from ejkernel.ops.autodiff import default_rules, execute
-from ejkernel.ops.explanation import Explanation, answer, explaining, together
+from ejkernel.ops.explanation import Explanation, answer, combined, explaining
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
 from ejkernel.ops.settings import implicitly, interpreting, is_deterministic, xla_is_deterministic
@@ -157,18 +157,18 @@ def _with_gradient(
     plan: Plan, explanation: Explanation, operation: Operation, call: Call, cfg: Any, refused: dict[str, list[str]]
 ) -> tuple[Plan, Explanation]:
     """A plan of auto with the backward that suits it best, which may be another platform's."""
-    chosen, own = str(explanation.platform), _own_gradient_refusals(plan.implementation)
+    chosen, own_reasons = str(explanation.platform), _own_gradient_refusals(plan.implementation)
     if not plan.implementation.shared_residuals:
-        return replace(plan, no_gradient="; ".join(own) or None), explanation
+        return replace(plan, no_gradient="; ".join(own_reasons) or None), explanation
     if cfg is not None or configs.overridden(operation):  # for one platform
-        if not own:
+        if not own_reasons:
             return plan, explanation
         cfg = configs.UNGIVEN
     times = configs.measured_times(operation, call, True).times
     avoided = {p: reasons or _against_gradient(operation, p, call, times) for p, reasons in refused.items()}
     gradient, why = _choose_from(*_candidates(operation, call, gradient=True), operation, call, cfg, avoided)
     if gradient is None:
-        return replace(plan, no_gradient="; ".join(own)), replace(explanation, gradient=why)
+        return replace(plan, no_gradient="; ".join(own_reasons)), replace(explanation, gradient=why)
     if why.platform == chosen and why.refusals == explanation.refusals:
         return plan, explanation
     other = None if why.platform == chosen else gradient
@@ -304,7 +304,7 @@ class Steps:
     def done(self) -> None:
         """Answers `explain`, after the last call."""
         if explaining():
-            answer(together(self.name, self.explained))
+            answer(combined(self.name, self.explained))
 
 
 def say_it_has_no_kernel(name: str, arrays: Arrays, why: str) -> None:

@@ -58,7 +58,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def together(operation: str, parts: list[Explanation]) -> Explanation:
+def combined(operation: str, parts: list[Explanation]) -> Explanation:
     """The explanation of a function that makes several calls."""
     platforms = [part.platform for part in parts]
     able = None not in platforms

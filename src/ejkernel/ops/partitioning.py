@@ -162,7 +162,9 @@ class _Split:
         found: dict[str, Axes] = {}
         used: set[str] = set()
         shared = {other: one for one, other in (*self.pairs, *self.tied)}
-        asked = [(shared.get(letter, letter), letter, axes) for v, s in known for letter, axes in _entries(v, s)]
+        asked = [
+            (shared.get(letter, letter), letter, axes) for v, split in known for letter, axes in _entries(v, split)
+        ]
         asked.sort(key=lambda entry: entry[0] != entry[1])  # what query heads say comes first
         for letter, named, axes in asked:
             free = tuple(axis for axis in axes if axis not in used)
@@ -198,8 +200,8 @@ class _Split:
         def summed(x: jax.Array, value: _Value) -> jax.Array:
             for share in shares:
                 x = share.put_back(x, value.dims)
-            own = {axis for entry in self._spec(value, found) for axis in axes_of(entry)}
-            others = tuple(sorted(every - own))
+            split_axes = {axis for entry in self._spec(value, found) for axis in axes_of(entry)}
+            others = tuple(sorted(every - split_axes))
             return jax.lax.psum(x, others) if others else x
 
         def local(*leaves: jax.Array) -> Any:

@@ -112,7 +112,7 @@ class Share:
 
     Attributes:
         letter: the one that is shared.
-        axes: those that the groups' letter is split over, `own` those that this one is: the first of them.
+        axes: those that the groups' letter is split over, `own_axes` those that this one is: the first of them.
         members: of the groups' letter on one device.
         group: how many of them share one.
         held: entries that a device has, `needed` those that its members need.
@@ -120,7 +120,7 @@ class Share:
 
     letter: str
     axes: Axes
-    own: Axes
+    own_axes: Axes
     members: int
     group: int
     held: int
@@ -150,17 +150,17 @@ class Share:
 
     def _start(self) -> jax.Array:
         mine = jax.lax.axis_index(self.axes) * self.members // self.group
-        return mine - jax.lax.axis_index(self.own) * self.held if self.own else mine
+        return mine - jax.lax.axis_index(self.own_axes) * self.held if self.own_axes else mine
 
 
 def share_of(pair: tuple[str, str], sizes: Mapping[str, int], found: Mapping[str, Axes], mesh: Any) -> Share | None:
     """How devices share the second letter of a pair; None where its parts do not fit those of the first."""
     one, other = pair
-    axes, own = found.get(one, ()), found.get(other, ())
-    members, held = sizes[one] // parts(axes, mesh), sizes.get(other, 1) // parts(own, mesh)
+    axes, own_axes = found.get(one, ()), found.get(other, ())
+    members, held = sizes[one] // parts(axes, mesh), sizes.get(other, 1) // parts(own_axes, mesh)
     group = sizes[one] // sizes.get(other, 1)
     fits = members % group == 0 or group % members == 0
-    return Share(other, axes, own, members, group, held) if fits and axes[: len(own)] == own else None
+    return Share(other, axes, own_axes, members, group, held) if fits and axes[: len(own_axes)] == own_axes else None
 
 
 def dividing(axes: Axes, size: int, mesh: Any) -> Axes:
@@ -234,12 +234,12 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh 
 
 def _check_axes(found: dict[str, Axes], operation: Operation) -> None:
     """That no axis splits two dimensions, unless they are split together."""
-    together = {frozenset(pair) for pair in (*operation.splits.tied, *operation.splits.grouped)}
+    split_alike = {frozenset(pair) for pair in (*operation.splits.tied, *operation.splits.grouped)}
     by_axis: dict[str, str] = {}
     for letter, axes in found.items():
         for axis in axes:
             other = by_axis.setdefault(axis, letter)
-            if other != letter and frozenset((letter, other)) not in together:
+            if other != letter and frozenset((letter, other)) not in split_alike:
                 raise ValueError(f"mesh axis {axis!r} splits dimensions {other} and {letter}: it may split one of them")
 
 

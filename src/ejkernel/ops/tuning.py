@@ -126,14 +126,14 @@ def _measure(operation: Operation, implementation: Any, call: Call, config: Any,
     learned = [n for n, d in operation.arrays.items() if d.grad and n in arrays and implementation.backward is not None]
     trained = {name: arrays[name] for name in learned}
     # given to the program as well: what it holds as constants, XLA computes while it compiles
-    rest = {name: x for name, x in arrays.items() if name not in trained}
+    untrained = {name: x for name, x in arrays.items() if name not in trained}
 
-    def loss(trained: Arrays, rest: Arrays) -> Any:
-        outputs: Arrays = execute(plan, {**rest, **trained})  # pyright: ignore[reportAssignmentType]
+    def loss(trained: Arrays, untrained: Arrays) -> Any:
+        outputs: Arrays = execute(plan, {**untrained, **trained})  # pyright: ignore[reportAssignmentType]
         return sum(x.astype(jnp.float32).sum() for x in outputs.values() if jnp.issubdtype(x.dtype, jnp.floating))
 
     steps = [jax.jit(loss), jax.jit(jax.value_and_grad(loss))] if trained else [jax.jit(loss)]
-    return tuple(median_seconds(step, trained, rest) for step in steps)
+    return tuple(median_seconds(step, trained, untrained) for step in steps)
 
 
 def tune(operation: Operation, implementation: Any, platform: str, call: Call) -> Any:

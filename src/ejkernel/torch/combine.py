@@ -40,5 +40,7 @@ def combine_attn_partitions(*pairs: tuple[Tensor, Tensor], hdim: int = 1) -> Ten
     total = weights.sum(0)
     share = (weights / torch.where(total == 0, 1.0, total))[..., None]
     share = share if hdim == 1 else share.transpose(2, 3)
-    merged = sum(torch.where(s == 0, 0.0, out.float()) * s for (out, _), s in zip(pairs, share, strict=True))
+    merged = sum(
+        torch.where(weight == 0, 0.0, out.float()) * weight for (out, _), weight in zip(pairs, share, strict=True)
+    )
     return merged.to(pairs[0][0].dtype)  # pyright: ignore[reportAttributeAccessIssue]

@@ -38,9 +38,9 @@ class Pattern:
         key = digest.hexdigest()
         found = _KNOWN.get(key)
         if found is None:
-            own = np.array(blocks, bool)
-            own.setflags(write=False)
-            found = _KNOWN[key] = cls(own, block_size, key)
+            copied = np.array(blocks, bool)
+            copied.setflags(write=False)
+            found = _KNOWN[key] = cls(copied, block_size, key)
         return found
 
     @classmethod

@@ -14,8 +14,8 @@ Batch = tuple[int, ...]
 
 def folded(x: jax.Array, rank: int = 3) -> jax.Array:
     """(*batch, ...) to (B, ...), where `rank` dimensions are behind the batch."""
-    batch, rest = x.shape[: x.ndim - rank], x.shape[x.ndim - rank :]
-    return x if len(batch) == 1 else x.reshape(math.prod(batch), *rest)
+    batch, trailing = x.shape[: x.ndim - rank], x.shape[x.ndim - rank :]
+    return x if len(batch) == 1 else x.reshape(math.prod(batch), *trailing)
 
 
 def folded_broadcast(x: jax.Array, batch: Batch, rank: int = 3) -> jax.Array:

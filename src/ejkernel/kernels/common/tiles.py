@@ -67,7 +67,7 @@ def uncapped_gradient(gradient: jax.Array, logits: jax.Array, soft_cap: float | 
 _EXP = (0.0082903106, 0.041897933, 0.16667636, 0.49999149, 0.99999971)
 _LOG2_E = 1.4426950408889634
 # log(2) in two parts, the first of so few bits that its product with a whole number is exact
-_LOG_2, _LOG_2_REST = 0.693359375, -2.12194440e-4
+_LOG_2, _LOG_2_LOW = 0.693359375, -2.12194440e-4
 # added to a whole number n, it leaves n + 127 in the last bits, where the exponent of 2^n has it
 _ROUNDED = np.float32(1.5 * 2**23 + 127)
 
@@ -76,10 +76,10 @@ def exp_on_cpu(x: jax.Array) -> jax.Array:
     """The exponential of float32 up to 88, to 2e-7, zero below 2^-126; XLA's takes 1.7 times as long there."""
     x = jnp.where(x < -88.0, -88.0, x)  # nan stays
     n = jax.lax.round(x * _LOG2_E, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    rest = (x - n * _LOG_2) - n * _LOG_2_REST
+    remainder = (x - n * _LOG_2) - n * _LOG_2_LOW
     series = jnp.full_like(x, _EXP[0])
     for coefficient in (*_EXP[1:], 1.0):
-        series = series * rest + coefficient
+        series = series * remainder + coefficient
     exponent = jax.lax.bitcast_convert_type(n + _ROUNDED, jnp.int32) << 23
     return series * jax.lax.bitcast_convert_type(exponent, jnp.float32)
 

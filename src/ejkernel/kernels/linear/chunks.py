@@ -45,13 +45,13 @@ def levels(chunk: int, late: bool) -> list[Level]:
 def _level(chunk: int, half: int, late: bool) -> Level:
     token = np.arange(chunk)
     row, column = token[:, None], token[None, :]
-    together = row // (2 * half) == column // (2 * half)
+    same_block = row // (2 * half) == column // (2 * half)
     after = (token // half) % 2 == 1
-    pairs = together & after[:, None] & ~after[None, :]
+    pairs = same_block & after[:, None] & ~after[None, :]
     # decays of (row, boundary) for a token before it, [boundary, row] behind it; late: [row, ...) and [..., row)
     before = column >= row if late else column > row
     behind = column < row if late else column <= row
-    reach = together & np.where(after[:, None], after[None, :] & behind, ~after[None, :] & before)
+    reach = same_block & np.where(after[:, None], after[None, :] & behind, ~after[None, :] & before)
     return Level(pairs, reach)
 
 
@@ -61,12 +61,12 @@ def near(chunk: int, late: bool) -> Level:
     token = np.arange(chunk)
     row, column = token[:, None], token[None, :]
     size = min(NEAR, chunk)
-    together = row // size == column // size
+    same_block = row // size == column // size
     middle = token // size * size + size // 2
     before = (column >= row if late else column > row) & (column < middle[:, None])
     behind = (column < row if late else column <= row) & (column >= middle[:, None])
-    reach = together & behind, together & before
-    return Level(together & (column < row), reach[0].astype(np.int8) - reach[1].astype(np.int8))
+    reach = same_block & behind, same_block & before
+    return Level(same_block & (column < row), reach[0].astype(np.int8) - reach[1].astype(np.int8))
 
 
 @cache

@@ -48,8 +48,8 @@ class Layout(NamedTuple):
     def scatter(self, x: jax.Array) -> jax.Array:
         """(rows, B, H, chunk, ...) to (B, T, H, ...), zero for tokens of no chunk."""
         x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), 2, 3)  # (B, rows, chunk, H, ...)
-        B, rows, chunk, *rest = x.shape
-        x = x.reshape(B, rows * chunk, *rest)
+        B, rows, chunk, *trailing = x.shape
+        x = x.reshape(B, rows * chunk, *trailing)
         if self.tokens is None:
             return x[:, : self.T]
         places = jnp.broadcast_to(self.places, (B, self.T))

@@ -125,12 +125,12 @@ class Tile:
     @cached_property
     def _counts(self) -> Heads:
         """How many tokens' decays there are; of padding none, but between two of it."""
-        L, own = self.chunk.size, 0 if self.chunk.late else 1
+        L, itself = self.chunk.size, 0 if self.chunk.late else 1
         row, column = (lax.broadcasted_iota(jnp.int32, (L, L), axis) for axis in (0, 1))
         token = lax.broadcasted_iota(jnp.int32, (L, 1), 0)
         done = self.tokens - 1 - token if self.chunk.descending else token
         everything = jnp.full((1, 1), self.tokens, jnp.int32)
-        counts = (jnp.abs(row - column), done + own, self.tokens - done - own, everything)
+        counts = (jnp.abs(row - column), done + itself, self.tokens - done - itself, everything)
         return Heads(*(jnp.maximum(n, 0).astype(jnp.float32) for n in counts))
 
     # What is multiplied ------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class Tile:
         others = before + self._inside(scores)
         if aged is not None:
             return self.chunk.scale * others, jnp.zeros_like(others)
-        own = (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True) * c.astype(jnp.float32)
-        return self.chunk.scale * others, self.chunk.scale * own
+        diagonal = (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True) * c.astype(jnp.float32)
+        return self.chunk.scale * others, self.chunk.scale * diagonal
 
     def next_aged(self, state: jax.Array, aged: jax.Array) -> jax.Array:
         """(A, C), from both before the chunk."""
@@ -259,13 +259,13 @@ class Tile:
 
     # Products ----------------------------------------------------------------------------------------------------
 
-    def running(self, x: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums of x (L, C) along the walk, and the last of them (1, C), as `rest` is."""
-        return added(self.matrix("until"), x, (1, 0)) + rest, x.sum(0, keepdims=True) + rest
+    def running(self, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums of x (L, C) along the walk, and the last of them (1, C), as `before` is."""
+        return added(self.matrix("until"), x, (1, 0)) + before, x.sum(0, keepdims=True) + before
 
-    def running_lanes(self, x: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums of x (ROWS, L), all rows the same, along the walk, and the last of them (1, 1), as `rest` is."""
-        return added(self.matrix("until"), x, (1, 1), matrix_last=True) + rest, x[:1].sum(1, keepdims=True) + rest
+    def running_lanes(self, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums of x (ROWS, L), all rows the same, along the walk, and the last of them (1, 1), as `before` is."""
+        return added(self.matrix("until"), x, (1, 1), matrix_last=True) + before, x[:1].sum(1, keepdims=True) + before
 
 
 def added(

@@ -132,10 +132,14 @@ class Steps:
         if w.start is not None:
             padding = [(0, width - n) for width, n in zip(self.widths, w.start.shape[3:], strict=True)]
             found["start"] = jnp.pad(w.start, ((0, 0),) * 3 + tuple(padding)), self.of_sequence(A, C)
-        if w.rest is not None:
+        if w.sums_start is not None:
             wide = self.w.outer is not None
-            rest = jnp.pad(w.rest, ((0, 0),) * 3 + ((0, C - w.rest.shape[3]),)) if wide else w.rest[..., None]
-            found["rest"] = rest[..., None, :], self.of_sequence(1, rest.shape[3])
+            sums_start = (
+                jnp.pad(w.sums_start, ((0, 0),) * 3 + ((0, C - w.sums_start.shape[3]),))
+                if wide
+                else w.sums_start[..., None]
+            )
+            found["sums_start"] = sums_start[..., None, :], self.of_sequence(1, sums_start.shape[3])
         return found
 
     def outputs(self) -> dict[str, Output]:
@@ -159,7 +163,7 @@ class Steps:
         if self.w.aged:
             found["aged"] = self.widths
         if self.w.balance is not None:
-            found["rest"] = (1, self.widths[1] if self.w.outer is not None else LANES)
+            found["sums_start"] = (1, self.widths[1] if self.w.outer is not None else LANES)
         return found
 
     def vmem_bytes(self) -> int:
@@ -235,7 +239,7 @@ class Steps:
 
         @pl.when(enters)
         def _() -> None:
-            for name, first in (("state", "start"), ("aged", ""), ("rest", "rest")):
+            for name, first in (("state", "start"), ("aged", ""), ("sums_start", "sums_start")):
                 if name in kept:
                     kept[name][...] = (
                         jnp.broadcast_to(arrays[first][...], kept[name].shape)
@@ -255,9 +259,9 @@ class Steps:
         tile = Tile(self.chunk, self._values(arrays, tokens), arrays["matrices"], tokens, gamma)
         state, aged = kept["state"][...], kept["aged"][...] if self.w.aged else None
         if self.computes:
-            others, own = tile.out(state, aged)
+            others, diagonal = tile.out(state, aged)
             if self.w.with_out:
-                outs["out"][...] = (others + own).astype(self.dtype)
+                outs["out"][...] = (others + diagonal).astype(self.dtype)
             if self.w.factor is not None:
                 self._products(tile, others, outs, kept)
         kept["state"][...] = tile.next_state(state)
@@ -266,7 +270,7 @@ class Steps:
 
     def _values(self, arrays: Any, tokens: Any) -> dict[str, jax.Array]:
         """The arrays of a chunk: zero where there is no token, and no decay below the least."""
-        found = {n: ref[...] for n, ref in arrays.items() if n not in ("matrices", "start", "rest")}
+        found = {n: ref[...] for n, ref in arrays.items() if n not in ("matrices", "start", "sums_start")}
         if not self.packed and self.layout.T % self.size and self.size < self.layout.T:
             there = lax.broadcasted_iota(jnp.int32, (self.size, 1), 0) < tokens
             for name, x in found.items():
@@ -280,9 +284,11 @@ class Steps:
         products = tile.arrays["factor"].astype(jnp.float32) * others
         products = products if by_channel else row_sums(products)
         if self.w.balance is not None:
-            x, rest = tile.arrays["balance"] - products, kept["rest"][...]
-            products, rest = tile.running(x, rest) if by_channel else tile.running_lanes(x, rest[:, :1])
-            kept["rest"][...] = jnp.broadcast_to(rest, kept["rest"].shape)
+            x, sums_start = tile.arrays["balance"] - products, kept["sums_start"][...]
+            products, sums_start = (
+                tile.running(x, sums_start) if by_channel else tile.running_lanes(x, sums_start[:, :1])
+            )
+            kept["sums_start"][...] = jnp.broadcast_to(sums_start, kept["sums_start"].shape)
         outs["products"][...] = products if by_channel else products[:1]
 
 

@@ -177,8 +177,8 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
             raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query has {query.dtype}: they must be the same")
-    groups, rest = divmod(query.shape[-2], key.shape[-2])
-    if rest == 0 and groups > 1 and (*key.shape[:-2], key.shape[-1]) == (*query.shape[:-2], query.shape[-1]):
+    groups, remainder = divmod(query.shape[-2], key.shape[-2])
+    if remainder == 0 and groups > 1 and (*key.shape[:-2], key.shape[-1]) == (*query.shape[:-2], query.shape[-1]):
         raise ValueError(
             f"key has {key.shape[-2]} heads, query has {query.shape[-2]}: every head has a state of its own, so repeat "
             f"keys and values (jnp.repeat(key, {groups}, -2))"

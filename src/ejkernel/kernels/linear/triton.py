@@ -138,7 +138,7 @@ class _States(NamedTuple):
     starts: jax.Array
     final: jax.Array | None
 
-    def turned(self) -> "_States":
+    def transposed(self) -> "_States":
         return _States(self.c, self.b, self.starts.mT, None if self.final is None else self.final.mT)
 
 
@@ -176,8 +176,8 @@ class _Walker:
         here = w if states is None else replace(w, start=states.starts, with_state=False)
         out, strict, state, *_ = _launch(here, self.config, pieces, chunks)
         state = state if states is None else states.final
-        rest = w.rest if others is None or states is None else _rests(w, pieces, states, others)
-        products = strict if w.balance is None else _gates(w, pieces, chunks, strict, rest)
+        sums_start = w.sums_start if others is None or states is None else _sums_starts(w, pieces, states, others)
+        products = strict if w.balance is None else _gates(w, pieces, chunks, strict, sums_start)
         return Walked(
             out if w.with_out else None, state if w.with_state else None, None if w.factor is None else products
         )
@@ -187,7 +187,7 @@ class _Walker:
             if states.b is b and states.c is c:
                 return states
             if states.b is c and states.c is b:
-                return states.turned()
+                return states.transposed()
         return None
 
     def _chunks(self, w: Walk) -> "_Chunks":
@@ -336,17 +336,17 @@ def _needed(w: Walk, pieces: _Pieces) -> _Pieces:
     return pieces._replace(table=jnp.where(pieces.order[..., 1:] != 0, nothing, pieces.table))
 
 
-def _rests(w: Walk, pieces: _Pieces, states: _States, others: _States) -> jax.Array:
+def _sums_starts(w: Walk, pieces: _Pieces, states: _States, others: _States) -> jax.Array:
     """What running sums have come to before each piece: the gradient of the state times the state, (B, rows, H, C)."""
     # where this walk begins a piece, the other way has come to the end of it: the start of the next
     there = jnp.roll(others.starts, -1 if w.descending else 1, 1)
     found = w.scale * (states.starts * there).sum(-2 if w.outer is not None else (-2, -1))
     B, N = w.a.shape[0], 1 if pieces.order is None else w.cu_seqlens.shape[1] - 1  # pyright: ignore
-    rest = jnp.zeros((B, N, *found.shape[2:]), jnp.float32) if w.rest is None else w.rest
+    sums_start = jnp.zeros((B, N, *found.shape[2:]), jnp.float32) if w.sums_start is None else w.sums_start
     if pieces.order is not None:
         sequence = jnp.broadcast_to(jnp.maximum(pieces.order[..., 0], 0), (B, pieces.rows))
-        rest = jax.vmap(lambda x, at: x[at])(rest, sequence)
-    return jnp.where(pieces.first.reshape(*pieces.first.shape, *(1,) * (found.ndim - 2)), rest, found)
+        sums_start = jax.vmap(lambda x, at: x[at])(sums_start, sequence)
+    return jnp.where(pieces.first.reshape(*pieces.first.shape, *(1,) * (found.ndim - 2)), sums_start, found)
 
 
 # Launches --------------------------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def _launch(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks, totals: b
     )
 
 
-def _gates(w: Walk, pieces: _Pieces, chunks: _Chunks, strict: jax.Array, rest: jax.Array | None) -> jax.Array:
+def _gates(w: Walk, pieces: _Pieces, chunks: _Chunks, strict: jax.Array, sums_start: jax.Array | None) -> jax.Array:
     """The gradients of decays: (B, T, H, C) with outer ones, else (B, T, H)."""
     B, T, H, C = w.c.shape
     per_channel, balanced = w.outer is not None, w.balance is not None and w.balance.ndim == 4
@@ -533,7 +533,7 @@ def _gates(w: Walk, pieces: _Pieces, chunks: _Chunks, strict: jax.Array, rest: j
         w.balance if balanced else None,
         chunks.factor,
         strict,
-        rest,
+        sums_start,
         pieces.table,
         T,
         pieces.tokens,
@@ -549,7 +549,7 @@ def _gates(w: Walk, pieces: _Pieces, chunks: _Chunks, strict: jax.Array, rest: j
         PIECES_BATCHED=pieces.table is not None and pieces.table.shape[0] > 1,
         PER_CHANNEL=per_channel,
         HAS_DX=balanced,
-        HAS_REST=rest is not None,
+        HAS_SUMS_START=sums_start is not None,
         DESCENDING=w.descending,
     )
 
@@ -558,7 +558,7 @@ def _join(w: Walk, config: Config, pieces: _Pieces, chunks: _Chunks) -> tuple[ja
     """The states before every piece, and those at the end of every sequence."""
     B, _, H, A = w.a.shape
     C, N = w.c.shape[3], 1 if w.cu_seqlens is None else w.cu_seqlens.shape[1] - 1
-    alone = replace(w, start=None, with_out=False, with_state=True, factor=None, balance=None, rest=None)
+    alone = replace(w, start=None, with_out=False, with_state=True, factor=None, balance=None, sums_start=None)
     _, _, local, totals, outer_totals = _launch(alone, config, _needed(w, pieces), chunks, totals=True)
     block_c = _channels(C)
     block_a = max(1, 2048 // block_c)

@@ -125,7 +125,7 @@ def linear_gates_kernel(
     p_dx,
     p_y,
     p_dy,
-    p_rest,
+    p_sums_start,
     p_pieces,
     T,
     segment,
@@ -140,7 +140,7 @@ def linear_gates_kernel(
     PIECES_BATCHED: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     HAS_DX: tl.constexpr,
-    HAS_REST: tl.constexpr,
+    HAS_SUMS_START: tl.constexpr,
     DESCENDING: tl.constexpr,
 ):
     """Sums of x dx - y dy along a walk, from what they had come to before the piece: per channel, or over all (BC)."""
@@ -155,13 +155,13 @@ def linear_gates_kernel(
     i_token = ((i_b * T + i_start + (n - 1 if DESCENDING else 0)) * H + i_h).to(tl.int64)
     i_row = (i_b * SLOTS + i_slot) * H + i_h
     if PER_CHANNEL:
-        b_rest = tl.zeros([BC], tl.float32)
-        if HAS_REST:
-            b_rest = tl.load(p_rest + i_row * C + o_c, mask=(o_c < C) & m_real, other=0.0)
+        b_before = tl.zeros([BC], tl.float32)
+        if HAS_SUMS_START:
+            b_before = tl.load(p_sums_start + i_row * C + o_c, mask=(o_c < C) & m_real, other=0.0)
     else:
-        b_rest = 0.0
-        if HAS_REST:
-            b_rest = tl.load(p_rest + i_row, mask=m_real, other=0.0)
+        b_before = 0.0
+        if HAS_SUMS_START:
+            b_before = tl.load(p_sums_start + i_row, mask=m_real, other=0.0)
     for i in range(0, n, CHUNK):
         m_i = i + o_i < n
         m_l = m_i & m_real
@@ -171,10 +171,10 @@ def linear_gates_kernel(
             b_x = load_tile(p_x + i_token * C, o_t, m_l, C, BC, i_first).to(tl.float32)
             b_p += b_x * load_tile(p_dx + i_token * C, o_t, m_l, C, BC, i_first)
         if PER_CHANNEL:
-            store_tile(p_sums + i_token * C, tl.cumsum(b_p, 0) + b_rest[None, :], o_t, m_i, C, BC, i_first)
-            b_rest += tl.sum(b_p, 0)
+            store_tile(p_sums + i_token * C, tl.cumsum(b_p, 0) + b_before[None, :], o_t, m_i, C, BC, i_first)
+            b_before += tl.sum(b_p, 0)
         else:
             b_one = tl.sum(b_p, 1)
-            tl.store(p_sums + i_token + o_t, tl.cumsum(b_one, 0) + b_rest, mask=m_i)
-            b_rest += tl.sum(b_one, 0)
+            tl.store(p_sums + i_token + o_t, tl.cumsum(b_one, 0) + b_before, mask=m_i)
+            b_before += tl.sum(b_one, 0)
         i_token += DIRECTION * CHUNK * H

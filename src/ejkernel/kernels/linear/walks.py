@@ -61,7 +61,7 @@ class Walk:
             with `outer` of every channel (B, T, H, C), else their sum over the channels (B, T, H).
         balance: products of another walk; then the result is instead the sum along this walk of those minus its own,
             float32 or, with `outer`, perhaps in its dtype: it is the gradient of that.
-        rest: what that sum starts with, (B, N, H, C) or (B, N, H); zero if None.
+        sums_start: what that sum starts with, (B, N, H, C) or (B, N, H); zero if None.
     """
 
     a: jax.Array
@@ -81,7 +81,7 @@ class Walk:
     with_state: bool = False
     factor: jax.Array | None = None
     balance: jax.Array | None = None
-    rest: jax.Array | None = None
+    sums_start: jax.Array | None = None
 
 
 class Walked(NamedTuple):
@@ -143,17 +143,17 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) ->
     walk = partial(_taken, walk)
     ahead = forward_walk(call)
     dout, dstate = cotangents.get("out"), cotangents.get("state")
-    end = rest = None
+    end = sums_start = None
     if dstate is not None:
         # an output is scaled, a state is not: walks back keep a gradient of the state without the scale
         end = dstate.astype(jnp.float32) / call.spec.scale
-        rest = dstate.astype(jnp.float32) * residuals["state"]
+        sums_start = dstate.astype(jnp.float32) * residuals["state"]
     back = replace(ahead, descending=not ahead.descending, late=True, start=end, with_out=True, with_state=False)
     # the decays of all channels of a head: from the side of the values only where their own are wanted anyway
     by_value = "gv" in call
     by_key = "gk" in call or ("g" in call and not by_value)
-    found = _of_value(call, walk, ahead, back, dout, rest, by_value)
-    found |= _of_query_and_key(walk, ahead, back, dout, rest, by_key)
+    found = _of_value(call, walk, ahead, back, dout, sums_start, by_value)
+    found |= _of_query_and_key(walk, ahead, back, dout, sums_start, by_key)
     if "g" in call:
         gates = found["gk" if by_key else "gv"]
         found["g"] = gates.sum(-1, dtype=jnp.float32) if gates.ndim == 4 else gates
@@ -163,11 +163,11 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, walk: Walker) ->
 
 
 def _of_query_and_key(
-    walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
+    walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, sums_start: jax.Array | None, gates: bool
 ) -> Arrays:
     """Their gradients; with `gates`, `gk` is that of the key channels' decays, or their sum where they have none."""
     q, k, v, inner, outer = ahead.a, ahead.b, ahead.c, ahead.outer, ahead.inner
-    across = replace(ahead, a=dout, b=v, c=k, inner=inner, outer=outer, start=_turned(ahead.start))
+    across = replace(ahead, a=dout, b=v, c=k, inner=inner, outer=outer, start=_transposed(ahead.start))
     across = replace(across, with_out=True, with_state=False, factor=q if gates else None)
     balance, found = None, {}
     if dout is None:
@@ -175,24 +175,24 @@ def _of_query_and_key(
         balance = jnp.zeros(k.shape if outer is not None else k.shape[:3], jnp.float32) if gates else None
     else:
         found["query"], _, balance = walk(across)
-    back = replace(back, a=v, b=dout, c=q, inner=inner, outer=outer, start=_turned(back.start))
+    back = replace(back, a=v, b=dout, c=q, inner=inner, outer=outer, start=_transposed(back.start))
     if gates:
-        rest = None if rest is None else rest.sum(-1 if outer is not None else (-2, -1))
-        back = replace(back, factor=k, balance=balance, rest=rest)
+        sums_start = None if sums_start is None else sums_start.sum(-1 if outer is not None else (-2, -1))
+        back = replace(back, factor=k, balance=balance, sums_start=sums_start)
     found["key"], _, found["gk"] = walk(back)
     return {name: x for name, x in found.items() if x is not None}
 
 
 def _of_value(
-    call: Call, walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, rest: jax.Array | None, gates: bool
+    call: Call, walk: Walker, ahead: Walk, back: Walk, dout: jax.Array | None, sums_start: jax.Array | None, gates: bool
 ) -> Arrays:
     """The gradients of the values and the initial state; with `gates`, of the value channels' decays too."""
     q, k, v = ahead.a, ahead.b, ahead.c
     if gates:
-        rest = None if rest is None else rest.sum(-2)
+        sums_start = None if sums_start is None else sums_start.sum(-2)
         nothing = jnp.zeros(v.shape, jnp.float32)
         balance = nothing if dout is None else walk(replace(ahead, with_out=False, factor=dout)).products
-        back = replace(back, factor=v, balance=balance, rest=rest)
+        back = replace(back, factor=v, balance=balance, sums_start=sums_start)
     back = replace(back, a=k, b=q, c=jnp.zeros_like(v) if dout is None else dout)
     dv, dstate, dgv = walk(replace(back, with_state="initial_state" in call))
     dstate = None if dstate is None else dstate * call.spec.scale
@@ -200,7 +200,7 @@ def _of_value(
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _turned(state: jax.Array | None) -> jax.Array | None:
+def _transposed(state: jax.Array | None) -> jax.Array | None:
     return None if state is None else state.mT
 
 

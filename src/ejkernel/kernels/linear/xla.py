@@ -75,7 +75,7 @@ def walk(config: Config, w: Walk) -> Walked:
     group = max(1, min(config.group, rows))
     starts = jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if w.start is None else w.start
     channels = (C,) if w.outer is not None else ()
-    rests = jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if w.rest is None else w.rest
+    sums_starts = jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if w.sums_start is None else w.sums_start
     packed = w.cu_seqlens is not None
 
     def pass_on(starts: jax.Array, state: jax.Array, *x: Any) -> tuple[jax.Array, Any]:
@@ -85,7 +85,7 @@ def walk(config: Config, w: Walk) -> Walked:
     def step(carried: Any, x: tuple[Arrays, Any]) -> tuple[Any, Any]:
         """A group: tiles (group, B, H, chunk, ...), flags (group, B)."""
         tile, flags = x
-        (state, aged, rest), many = carried, {name: y.reshape(group * B, *y.shape[2:]) for name, y in tile.items()}
+        (state, aged, sums), many = carried, {name: y.reshape(group * B, *y.shape[2:]) for name, y in tile.items()}
         gain, keep = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, many))
         state, (before, behind) = pass_on(starts, state, flags, gain, keep)
         states = [before.reshape(group * B, *before.shape[2:])]
@@ -100,10 +100,10 @@ def walk(config: Config, w: Walk) -> Walked:
         if products is not None and w.balance is not None:
             products = tile["balance"] - products
             total = products.sum(3)
-            rest, (before, _) = pass_on(rests, rest, flags, total, jnp.ones_like(total))
+            sums, (before, _) = pass_on(sums_starts, sums, flags, total, jnp.ones_like(total))
             products = jnp.cumsum(products, 3) + jnp.expand_dims(before, 3)
         out = out.reshape(group, B, *out.shape[1:]) if w.with_out and out is not None else None
-        return (state, aged, rest), (out, products, behind if w.with_state and packed else None)
+        return (state, aged, sums), (out, products, behind if w.with_state and packed else None)
 
     def grouped(x: Any) -> jax.Array:
         """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
@@ -112,8 +112,8 @@ def walk(config: Config, w: Walk) -> Walked:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
     tokens = {name: grouped(x) for name, x in _tokens(w, layout).items()}
-    states = (starts[:, 0], jnp.zeros_like(starts[:, 0]), rests[:, 0])
-    states = varying_like(states, (tokens, starts, rests))
+    states = (starts[:, 0], jnp.zeros_like(starts[:, 0]), sums_starts[:, 0])
+    states = varying_like(states, (tokens, starts, sums_starts))
     (state, aged, _), found = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
     out, products, behind = (None if x is None else x.reshape(x.shape[0] * group, *x.shape[2:])[:rows] for x in found)
     return Walked(
@@ -169,7 +169,9 @@ def _gain(w: Walk, x: Arrays) -> tuple[jax.Array, jax.Array]:
     _, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, w.late))
     everything = np.ones((1, chunk), np.float32)
     # g counts once: with the inner decays
-    keep = _decayed(jnp.ones((*x["b"].shape[:2], x["b"].shape[3], 1), jnp.float32), x, "inner", everything, turned=True)
+    keep = _decayed(
+        jnp.ones((*x["b"].shape[:2], x["b"].shape[3], 1), jnp.float32), x, "inner", everything, transposed=True
+    )
     keep = keep * jnp.exp(_product("rl,bhlc->bhrc", everything, x["outer"])) if "outer" in x else keep
     b, c = _decayed(x["b"], x, "inner", to_end), _decayed(x["c"], x, "outer", to_end)
     return _product("bhia,bhic->bhac", b, c), keep
@@ -208,18 +210,18 @@ def _outputs(
         products = products if w.outer is not None else products.sum(-1)
     if aged is not None:  # what a token gives itself has not been decayed
         return others, products
-    own = w.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
-    return others + own, products
+    diagonal = w.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
+    return others + diagonal, products
 
 
-def _decayed(y: jax.Array, x: Arrays, name: str, reach: np.ndarray, turned: bool = False) -> jax.Array:
+def _decayed(y: jax.Array, x: Arrays, name: str, reach: np.ndarray, transposed: bool = False) -> jax.Array:
     """y times the decays that each row reaches over; those of whole heads are among the inner ones.
 
-    Rows are the second last axis of y, or with `turned` one row is all of it: channels are the second last axis.
+    Rows are the second last axis of y, or with `transposed` one row is all of it: channels are the second last axis.
     """
     if name in x:
         total = _product("rl,bhlc->bhrc", reach, x[name])
-        y = y * jnp.exp(total.mT if turned else total)
+        y = y * jnp.exp(total.mT if transposed else total)
     if name == "inner" and "g" in x:
         y = y * jnp.exp(_product("rl,bhl->bhr", reach, x["g"]))[..., None]
     return y
@@ -266,12 +268,12 @@ def _factors(gates: jax.Array, late: bool) -> list[tuple[chunks.Level, jax.Array
 
 def mirrored(w: Walk) -> Walk:
     """The same walk the other way, on arrays turned round: `unmirrored` turns its results back."""
-    names = (*_TOKENS, "start", "rest")
-    turned: dict[str, Any] = {name: jnp.flip(getattr(w, name), 1) for name in names if getattr(w, name) is not None}
+    names = (*_TOKENS, "start", "sums_start")
+    flipped: dict[str, Any] = {name: jnp.flip(getattr(w, name), 1) for name in names if getattr(w, name) is not None}
     if w.cu_seqlens is not None:
         # padding comes first then, and the last sequence
-        turned["cu_seqlens"] = w.a.shape[1] - jnp.flip(w.cu_seqlens, 1)
-    return replace(w, descending=not w.descending, **turned)
+        flipped["cu_seqlens"] = w.a.shape[1] - jnp.flip(w.cu_seqlens, 1)
+    return replace(w, descending=not w.descending, **flipped)
 
 
 def unmirrored(walked: Walked) -> Walked:

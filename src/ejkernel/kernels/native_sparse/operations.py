@@ -82,7 +82,7 @@ def selection_probes() -> dict[str, Call]:
             "lse": ((2, H, T), "float32"),
         }
         arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
-        arrays |= {"first": where.first, "own": where.own}
+        arrays |= {"first": where.first, "own_block": where.own_block}
         return Call(selection.Spec(0.125, count), arrays)
 
     return {
@@ -115,9 +115,9 @@ def example(call: Call) -> Arrays:
 def selection_example(call: Call) -> Arrays:
     """A call like this one: one sequence, each of whose queries may choose among its blocks."""
     T, N = call["query"].shape[1], call["key"].shape[1]
-    own = jnp.asarray(np.arange(T) * N // T, jnp.int32)
+    own_block = jnp.asarray(np.arange(T) * N // T, jnp.int32)
     arrays = random_arrays(call) | {"first": jnp.zeros(call["first"].shape, jnp.int32)}
-    return arrays | {"own": jnp.broadcast_to(own, call["own"].shape)}
+    return arrays | {"own_block": jnp.broadcast_to(own_block, call["own_block"].shape)}
 
 
 _splits = partial(

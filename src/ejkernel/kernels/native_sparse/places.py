@@ -27,7 +27,7 @@ class Places(NamedTuple):
 
     starts: jax.Array
     first: jax.Array
-    own: jax.Array
+    own_block: jax.Array
     limits: jax.Array
     sequence: jax.Array
 
@@ -53,9 +53,9 @@ def _places(T: int, S: int, block_size: int, rows: int, cu_seqlens: Any, kv_leng
     length = np.full(1, S, np.int32) if kv_lengths is None else kv_lengths
     position = length[:, None] - T + np.arange(T, dtype=np.int32)
     real = position >= 0
-    own = jnp.where(real, position // block_size, -1)
+    own_block = jnp.where(real, position // block_size, -1)
     limits = jnp.where(real, position + 1, 0)
-    return Places(jnp.asarray(starts), jnp.zeros_like(own), own, limits, jnp.zeros_like(starts))
+    return Places(jnp.asarray(starts), jnp.zeros_like(own_block), own_block, limits, jnp.zeros_like(starts))
 
 
 def first_keys(starts: jax.Array, indices: jax.Array, none: int) -> jax.Array:
@@ -96,10 +96,10 @@ def _packed(cu: jax.Array, S: int, block_size: int, rows: int) -> Places:
     real = sequence < cu.shape[0] - 1
     sequence = jnp.minimum(sequence, cu.shape[0] - 2)
     first = jnp.where(real, pieces.first_row[0, sequence], 0)
-    own = jnp.where(real, (token - cu[sequence]) // block_size, -1)
+    own_block = jnp.where(real, (token - cu[sequence]) // block_size, -1)
     starts = jnp.where(pieces.start < pieces.end, pieces.start, S)
     begins = jnp.take(pieces.first_row[0], pieces.sequence)
-    return Places(starts, first[None], own[None], jnp.where(real, token + 1, 0)[None], begins)
+    return Places(starts, first[None], own_block[None], jnp.where(real, token + 1, 0)[None], begins)
 
 
 def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> tuple[Any, Any]:

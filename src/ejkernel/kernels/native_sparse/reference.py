@@ -44,7 +44,7 @@ def importance(call: Call) -> jax.Array:
     key = call["key"].astype(jnp.float32)
     logits = call.spec.scale * jnp.einsum("bthgd,bnhd->bthgn", query, key, precision="highest")
     lse = call["lse"].swapaxes(1, 2).reshape(B, T, Hkv, -1, 1)
-    free = free_blocks(call["first"], call["own"], N)[:, :, None]
+    free = free_blocks(call["first"], call["own_block"], N)[:, :, None]
     weights = jnp.exp(jnp.where(free[..., None, :], logits - lse, -jnp.inf))
     return jnp.where(free, weights.sum(3), -1.0)
 

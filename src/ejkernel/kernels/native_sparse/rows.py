@@ -13,18 +13,18 @@ def cut_rows(rows: Arrays, size: int, fill: dict[str, Any]) -> Arrays:
     """Arrays (B, T, ...) as (parts, B, size, ...); the last part is filled up with zeros, or with what `fill` says."""
 
     def one(name: str, x: jax.Array) -> jax.Array:
-        B, T, *rest = x.shape
-        padding = [(0, 0), (0, -T % size)] + [(0, 0)] * len(rest)
+        B, T, *trailing = x.shape
+        padding = [(0, 0), (0, -T % size)] + [(0, 0)] * len(trailing)
         padded = jnp.pad(x, padding, constant_values=fill.get(name, 0))
-        return jnp.moveaxis(padded.reshape(B, -1, size, *rest), 1, 0)
+        return jnp.moveaxis(padded.reshape(B, -1, size, *trailing), 1, 0)
 
     return {name: one(name, x) for name, x in rows.items()}
 
 
 def joined_rows(parts: jax.Array, T: int) -> jax.Array:
     """(parts, B, size, ...) as (B, T, ...)."""
-    n, B, size, *rest = parts.shape
-    return jnp.moveaxis(parts, 0, 1).reshape(B, n * size, *rest)[:, :T]
+    n, B, size, *trailing = parts.shape
+    return jnp.moveaxis(parts, 0, 1).reshape(B, n * size, *trailing)[:, :T]
 
 
 def over_rows(function: Callable[[Arrays], Any], rows: Arrays, size: int, fill: dict[str, Any]) -> Any:

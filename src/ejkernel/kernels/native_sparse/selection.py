@@ -15,7 +15,7 @@ ARRAYS = {
     "key": Dims("B N Hkv D", broadcasts=False),
     "lse": Dims("B H T", broadcasts=False),
     "first": Dims("B T"),
-    "own": Dims("B T"),
+    "own_block": Dims("B T"),
 }
 
 OUTPUTS = {"indices": "B T Hkv K"}
@@ -41,14 +41,14 @@ def selection_call(
     query: jax.Array, compressed_key: jax.Array, lse: jax.Array, where: Places, *, scale: float, count: int
 ) -> Call:
     """The call whose arrays are checked: queries (B, T, H, D), a key (B, N, Hkv, D) for each block, lse (B, H, T)."""
-    arrays = {"query": query, "key": compressed_key, "lse": lse, "first": where.first, "own": where.own}
+    arrays = {"query": query, "key": compressed_key, "lse": lse, "first": where.first, "own_block": where.own_block}
     return Call(Spec(scale, count), {name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
 
 
-def free_blocks(first: jax.Array, own: jax.Array, N: int) -> jax.Array:
+def free_blocks(first: jax.Array, own_block: jax.Array, N: int) -> jax.Array:
     """(B|1, T, N): the rows of the table that a query chooses among, those between the ones it always takes."""
     block = jnp.arange(N, dtype=jnp.int32) - first[..., None]
-    return (block >= 1) & (block <= own[..., None] - 2)
+    return (block >= 1) & (block <= own_block[..., None] - 2)
 
 
 def assembled(call: Call, best: Any) -> jax.Array:
@@ -56,8 +56,11 @@ def assembled(call: Call, best: Any) -> jax.Array:
 
     First come the first block, the query's own and the one before: as many of them as there are.
     """
-    own = call["own"]
-    always = [jnp.where(own >= n, block, -1) for n, block in enumerate((jnp.zeros_like(own), own, own - 1))]
+    own_block = call["own_block"]
+    always = [
+        jnp.where(own_block >= n, block, -1)
+        for n, block in enumerate((jnp.zeros_like(own_block), own_block, own_block - 1))
+    ]
     taken = jnp.stack(always, -1)[:, :, None]
     count, chosen = call.spec.count, best[..., : call.spec.chosen]
     taken = jnp.broadcast_to(taken, (*chosen.shape[:3], ALWAYS))

@@ -147,7 +147,7 @@ _FEW = 64
 @partial(jax.jit, static_argnums=0)
 def _table_rows(most: int, indices: jax.Array, counts: Any, where: Places) -> jax.Array:
     number = np.arange(indices.shape[-1], dtype=np.int32)
-    legal = (indices >= 0) & (indices <= where.own[:, :, None, None]) & (number < most)
+    legal = (indices >= 0) & (indices <= where.own_block[:, :, None, None]) & (number < most)
     if counts is not None:
         legal &= number < counts[..., None]
     found = jnp.where(legal, indices + where.first[:, :, None, None], -1)

@@ -64,17 +64,17 @@ def search_space(call: Call) -> list[Config]:
 
 @triton.jit
 def select_kernel(
-    p_q, p_k, p_lse, p_first, p_own, T, N, scale,
+    p_q, p_k, p_lse, p_first, p_own_block, T, N, scale,
     p_best,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr,
-    FIRST_B: tl.constexpr, OWN_B: tl.constexpr, PRECISION: tl.constexpr,
+    FIRST_B: tl.constexpr, OWN_BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // HK, i_bh % HK
     o_q = i_t * BQ + tl.arange(0, BQ)
     b_first = tl.load(p_first + i_b * T * FIRST_B + o_q, mask=o_q < T, other=0)
-    b_own = tl.load(p_own + i_b * T * OWN_B + o_q, mask=o_q < T, other=-1)
+    b_own_block = tl.load(p_own_block + i_b * T * OWN_BLOCK_B + o_q, mask=o_q < T, other=-1)
     o_t = i_t * BQ + tl.arange(0, BQ * GP) // GP
     o_g = tl.arange(0, BQ * GP) % GP
     o_h = i_hk * G + o_g
@@ -87,9 +87,9 @@ def select_kernel(
     b_weight = tl.full([BQ, BEST], -1.0, tl.float32)
     b_best = tl.full([BQ, BEST], -1, tl.int32)
     FAR: tl.constexpr = 2147483647
-    m_some = b_own >= 3
+    m_some = b_own_block >= 3
     i_from = tl.min(tl.where(m_some, b_first + 1, FAR), 0)
-    i_to = tl.max(tl.where(m_some, b_first + b_own - 1, 0), 0)
+    i_to = tl.max(tl.where(m_some, b_first + b_own_block - 1, 0), 0)
     for i_piece in range(i_from, i_to, TILES * BN):
         # (BQ, TILES, BN): the weights of as many blocks as registers hold
         b_all = tl.full([BQ, TILES, BN], -1.0, tl.float32)
@@ -105,7 +105,7 @@ def select_kernel(
             # a nan is as large as can be, and shows in what it is selected for
             b_w = tl.where(b_w != b_w, float("inf"), b_w)
             b_block = o_n[None, :] - b_first[:, None]
-            b_w = tl.where((b_block >= 1) & (b_block <= b_own[:, None] - 2), b_w, -1.0)
+            b_w = tl.where((b_block >= 1) & (b_block <= b_own_block[:, None] - 2), b_w, -1.0)
             b_all = tl.where((o_tile == n)[None, :, None], b_w[:, None, :], b_all)
         o_all = i_piece + (o_tile * BN)[None, :, None] + tl.arange(0, BN)[None, None, :]
         b_old_weight, b_old_best = b_weight, b_best
@@ -139,7 +139,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         call["key"],
         call["lse"],
         call["first"],
-        call["own"],
+        call["own_block"],
         T,
         N,
         call.spec.scale,
@@ -159,7 +159,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         CHOSEN=chosen,
         BEST=power_of_two(chosen, 2),
         FIRST_B=call["first"].shape[0] > 1,
-        OWN_B=call["own"].shape[0] > 1,
+        OWN_BLOCK_B=call["own_block"].shape[0] > 1,
         PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
     )
     return {"indices": assembled(call, best)}, {}

@@ -234,7 +234,7 @@ def _compressed_mask(block_size: int, packed: bool, where: Places) -> MaskInfo:
     last, at = where.starts + (block_size - 1), where.limits - 1
     if not packed:
         return MaskInfo(at.shape[1], last.shape[1], q_pos=at, kv_pos=last)
-    ids = jnp.where(where.own >= 0, where.first, -1)
+    ids = jnp.where(where.own_block >= 0, where.first, -1)
     return MaskInfo(at.shape[1], last.shape[1], q_ids=ids, kv_ids=where.sequence, q_pos=at, kv_pos=last)
 
 

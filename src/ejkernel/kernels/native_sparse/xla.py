@@ -102,8 +102,8 @@ def _by_key_head(x: jax.Array, dims: Dimensions) -> jax.Array:
 
 def _by_head(x: jax.Array) -> jax.Array:
     """(B, Hkv, C, G, ...) as (B, C, H, ...)."""
-    B, Hkv, C, G, *rest = x.shape
-    return jnp.moveaxis(x, 1, 2).reshape(B, C, Hkv * G, *rest)
+    B, Hkv, C, G, *trailing = x.shape
+    return jnp.moveaxis(x, 1, 2).reshape(B, C, Hkv * G, *trailing)
 
 
 _product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)

@@ -232,10 +232,10 @@ class Kernel:
         slot = refs["state"][0]
         next_tile = partial(self.fetch_tile, refs, following, 1 - i % 2)
 
-        def step(s: Any, slot: Any) -> Any:
-            j = here.first + s
-            pl.when(s + 1 < here.steps)(lambda: self.copy_block(refs, here, j + 1, 1 - slot, "start"))
-            pl.when(s + 1 == here.steps)(lambda: next_tile(1 - slot))
+        def step(step_index: Any, slot: Any) -> Any:
+            j = here.first + step_index
+            pl.when(step_index + 1 < here.steps)(lambda: self.copy_block(refs, here, j + 1, 1 - slot, "start"))
+            pl.when(step_index + 1 == here.steps)(lambda: next_tile(1 - slot))
             self.copy_block(refs, here, j, slot, "wait")
             self.attend_block(refs, v, rows, here, j, slot)
             return 1 - slot
@@ -290,8 +290,8 @@ class Kernel:
             if "block_tables_scalar" in refs:
                 page = refs["block_tables_scalar"][tile.sequence * dims.W + block.slot + p]
                 page = jnp.clip(page, 0, dims.P - 1)
-            for i, own in enumerate(self.batched):
-                source = refs[f"pages_{i}_input"].at[page + row * dims.P if own else page]
+            for i, batched in enumerate(self.batched):
+                source = refs[f"pages_{i}_input"].at[page + row * dims.P if batched else page]
                 if blocks.per_page > 1:
                     tokens = pl.ds(block.offset, blocks.part)
                     source = source.at[:, tokens] if self.heads_first else source.at[tokens]

@@ -148,10 +148,10 @@ def get_mha_cost_estimate(shape_dtype: Any) -> Any:
     """
     from jax.experimental import pallas as pl
 
-    query, key, value, *rest = shape_dtype
+    query, key, value, *others = shape_dtype
     B, _, H, D = query.shape
     S, Dv = key.shape[1], value.shape[3]
-    moved = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (query, key, value, *rest))
+    moved = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (query, key, value, *others))
     written = B * H * (Dv * jnp.dtype(query.dtype).itemsize + 8)
     return pl.CostEstimate(flops=2 * B * H * S * (D + Dv), transcendentals=B * H * S, bytes_accessed=moved + written)
 

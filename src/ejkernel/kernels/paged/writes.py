@@ -12,8 +12,8 @@ from ejkernel.kernels.paged.spec import array, cache, cache_scale, check
 @jax.jit
 def write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:
     """`pages` (P, L, heads, D) with `rows` (N, heads, D) at `slots` (N,); a slot outside is left out."""
-    P, L, *rest = pages.shape
-    flat = jnp.asarray(pages).reshape(P * L, *rest)
+    P, L, *trailing = pages.shape
+    flat = jnp.asarray(pages).reshape(P * L, *trailing)
     # a negative index would count from the end
     at = jnp.where(jnp.asarray(slots) < 0, P * L, slots)
     return flat.at[at].set(stored(rows, pages.dtype), mode="drop").reshape(pages.shape)
@@ -51,5 +51,5 @@ def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
     room = first.shape[0] * first.shape[1]
     if any(x.shape[:2] != first.shape[:2] for x in pages.values()):
         raise ValueError(f"caches must have the same pages: {', '.join(f'{n} {x.shape}' for n, x in pages.items())}")
-    check(slots, lambda xp, s: s >= room, f"slots must be below {room}, the tokens of all pages", (slots,))
+    check(slots, lambda xp, slot: slot >= room, f"slots must be below {room}, the tokens of all pages", (slots,))
     return slots

@@ -117,17 +117,17 @@ class Hop:
     """
 
     def __init__(self, ring: Ring, arrays: Arrays, moving: Arrays, source: Any, *, home: bool) -> None:
-        t, s = arrays["query"].shape[1], moving["key"].shape[1]
-        self.mine, self.theirs = ring.part(ring.here(), t), ring.part(source, s)
+        T, S = arrays["query"].shape[1], moving["key"].shape[1]
+        self.mine, self.theirs = ring.part(ring.here(), T), ring.part(source, S)
         self.dropout, self.halves = ring.spec.dropout > 0, ring.halves and not home
-        self.earlier, self.first_column = source < ring.here(), source * s
+        self.earlier, self.first_column = source < ring.here(), source * S
         self.plan = ring.away if self.halves else ring.plan
         met = {name: x for name, x in arrays.items() if name != "sinks"} | moving
         for name in ("bias", "mask"):
             if name in met and met[name].shape[3] > 1:
-                met[name] = lax.dynamic_slice_in_dim(met[name], self.first_column, s, 3)
+                met[name] = lax.dynamic_slice_in_dim(met[name], self.first_column, S, 3)
         if indices_decide(ring.spec) and not ring.halves and "q_positions" not in met:
-            met["q_positions"] = (self.mine.index + (s - t) * ring.devices)[None]
+            met["q_positions"] = (self.mine.index + (S - T) * ring.devices)[None]
             met["kv_positions"] = self.theirs.index[None]
         self.arrays = met
 

@@ -146,14 +146,14 @@ class _QueryGradient(Gradient):
         def fetch_own(n) -> None:
             b, h, i = self.place(refs, n)
             for source, target in ((q_ref, scratch["q_smem"]), (do_ref, scratch["do_smem"])):
-                own = source.at[b, pl.ds(i * 128 + w * 64, 64), h]
-                plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
+                own_rows = source.at[b, pl.ds(i * 128 + w * 64, 64), h]
+                plgpu.copy_gmem_to_smem(own_rows, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, blocks):
             b, h, i = self.place(refs, n)
             row = self.runs.row(refs, b, h, i)
-            own = pl.ds(i * 128 + w * 64, 64)
-            added = load(minus_lse_ref.at[b, h, own], ROW), load(minus_delta_ref.at[b, h, own], ROW)
+            own_rows = pl.ds(i * 128 + w * 64, 64)
+            added = load(minus_lse_ref.at[b, h, own_rows], ROW), load(minus_delta_ref.at[b, h, own_rows], ROW)
             rows = self.masks.rows(refs, b, i * 128 + w * 64, 64)
             plgpu.barrier_wait(scratch["own_ready"].at[w])
 
@@ -164,7 +164,7 @@ class _QueryGradient(Gradient):
 
             dq = pl.run_scoped(sum_up, plgpu.ACC((64, self.dims.D), jnp.float32)) * self.logits.factor
             smem = scratch["dq_smem" if apart else "q_smem"].at[w]
-            return blocks + (row[3] - row[0]), [(dq, smem, dq_ref.at[b, own, h])]
+            return blocks + (row[3] - row[0]), [(dq, smem, dq_ref.at[b, own_rows, h])]
 
         def compute(scrub) -> None:
             compute_tiles(self.walking(refs), scratch, w, scrub, fetch_own, partial(work, scrub), apart=apart)
@@ -208,16 +208,16 @@ class _QueryGradient(Gradient):
         bias_of = self.bias(refs, scratch, rows, place, w)
 
         def step(i, carry, *, masked: Masked):
-            own = [scratch[name].at[self.own(w)] for name in ("q_smem", "do_smem")]
+            own_rows = [scratch[name].at[self.own_number(w)] for name in ("q_smem", "do_smem")]
             t = 2 * (i + before)
             k_slot, v_slot = lax.rem(t, jnp.int32(slots)), lax.rem(t + 1, jnp.int32(slots))
             k_smem, v_smem = scratch["kv_smem"].at[k_slot], scratch["kv_smem"].at[v_slot]
 
             def issue(s_acc, dp_acc) -> jax.Array:
                 plgpu.barrier_wait(scratch["ready"].at[k_slot])
-                plgpu.wgmma(s_acc, own[0], k_smem.T)
+                plgpu.wgmma(s_acc, own_rows[0], k_smem.T)
                 plgpu.barrier_wait(scratch["ready"].at[v_slot])
-                plgpu.wgmma(dp_acc, own[1], v_smem.T)
+                plgpu.wgmma(dp_acc, own_rows[1], v_smem.T)
                 return minus_lse
 
             def products(s_acc, dp_acc):
@@ -285,8 +285,8 @@ class _KeyGradient(QueryLoop):
             b, h_kv, i = self.place(refs, n)
             start = self.start(refs, (b, h_kv, i), w)
             for source, target in ((k_ref, scratch["k_smem"]), (v_ref, scratch["v_smem"])):
-                own = source.at[batch_index(source, b), pl.ds(start, 64), h_kv]
-                plgpu.copy_gmem_to_smem(own, target.at[w], scratch["own_ready"].at[w])
+                own_rows = source.at[batch_index(source, b), pl.ds(start, 64), h_kv]
+                plgpu.copy_gmem_to_smem(own_rows, target.at[w], scratch["own_ready"].at[w])
 
         def work(scrub, n, steps):
             b, h_kv, i = self.place(refs, n)
@@ -300,10 +300,10 @@ class _KeyGradient(QueryLoop):
 
             acc = plgpu.ACC((64, D), jnp.float32)
             steps, dk, dv = pl.run_scoped(sum_up, acc, acc)
-            own = (b, pl.ds(start, 64), h_kv)
+            own_rows = (b, pl.ds(start, 64), h_kv)
             return steps, [
-                (dk * self.logits.factor, scratch["dk_smem" if apart else "k_smem"].at[w], dk_ref.at[own]),
-                (dv, scratch["dv_smem" if apart else "v_smem"].at[w], dv_ref.at[own]),
+                (dk * self.logits.factor, scratch["dk_smem" if apart else "k_smem"].at[w], dk_ref.at[own_rows]),
+                (dv, scratch["dv_smem" if apart else "v_smem"].at[w], dv_ref.at[own_rows]),
             ]
 
         def compute(scrub) -> None:
@@ -322,15 +322,15 @@ class _KeyGradient(QueryLoop):
         bias_of = self.bias(refs, scratch, rows, place, w)
 
         def step(n, t, *, masked: Masked):
-            own = [scratch[name].at[self.own(w)] for name in ("k_smem", "v_smem")]
+            own_rows = [scratch[name].at[self.own_number(w)] for name in ("k_smem", "v_smem")]
             slot = lax.rem(t, jnp.int32(stages))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
 
             def products(s_acc, dp_acc):
                 plgpu.barrier_wait(scratch["q_ready"].at[slot])
-                plgpu.wgmma(s_acc, own[0], q_smem.T)
+                plgpu.wgmma(s_acc, own_rows[0], q_smem.T)
                 plgpu.barrier_wait(scratch["do_ready"].at[slot])
-                plgpu.wgmma(dp_acc, own[1], do_smem.T)
+                plgpu.wgmma(dp_acc, own_rows[1], do_smem.T)
                 keep = self.keep(refs, rows, place, w, n, shape, masked)
                 minus_lse = across(self.minus_log_sums(scratch, slot, masked, scrub), shape, 1)
                 x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
@@ -342,8 +342,8 @@ class _KeyGradient(QueryLoop):
                 return self.kept(p, stays).astype(self.dtype), ds.astype(self.dtype)
 
             def issue(s_acc, dp_acc) -> jax.Array:
-                plgpu.wgmma(s_acc, own[0], q_smem.T)
-                plgpu.wgmma(dp_acc, own[1], do_smem.T)
+                plgpu.wgmma(s_acc, own_rows[0], q_smem.T)
+                plgpu.wgmma(dp_acc, own_rows[1], do_smem.T)
                 return self.minus_log_sums(scratch, slot, masked, scrub)
 
             def weigh(x, minus_lse):
@@ -408,8 +408,8 @@ class _SplitKeyGradient(QueryLoop):
 
             def fetch_own(n) -> None:
                 b, h_kv, i = self.place(refs, n)
-                own = source.at[batch_index(source, b), pl.ds(i * 64, 64), h_kv]
-                plgpu.copy_gmem_to_smem(own, smem, scratch["own_ready"].at[index])
+                own_rows = source.at[batch_index(source, b), pl.ds(i * 64, 64), h_kv]
+                plgpu.copy_gmem_to_smem(own_rows, smem, scratch["own_ready"].at[index])
 
             def work(n, steps):
                 b, h_kv, i = self.place(refs, n)

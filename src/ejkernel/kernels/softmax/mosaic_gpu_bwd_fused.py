@@ -106,8 +106,8 @@ class _Fused(QueryLoop):
         def fetch_own(n) -> None:
             b, h_kv, i = self.place(refs, n)
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
-                own = source.at[batch_index(source, b), pl.ds(i * 128 + w * 64, 64), h_kv]
-                plgpu.copy_gmem_to_smem(own, target, scratch["own_ready"].at[w])
+                own_rows = source.at[batch_index(source, b), pl.ds(i * 128 + w * 64, 64), h_kv]
+                plgpu.copy_gmem_to_smem(own_rows, target, scratch["own_ready"].at[w])
 
         def work(n, first):
             b, h_kv, i = self.place(refs, n)
@@ -138,8 +138,8 @@ class _Fused(QueryLoop):
             # the other warpgroup's dq reads these keys, which dk is to replace
             plgpu.barrier_arrive(scratch["done"])
             plgpu.barrier_wait(scratch["done"])
-            own = (b, pl.ds(start, 64), h_kv)
-            return steps, [(dk * self.logits.factor, k_smem, dk_ref.at[own]), (dv, v_smem, dv_ref.at[own])]
+            own_rows = (b, pl.ds(start, 64), h_kv)
+            return steps, [(dk * self.logits.factor, k_smem, dk_ref.at[own_rows]), (dv, v_smem, dv_ref.at[own_rows])]
 
         compute_tiles(self.walking(refs), scratch, w, scrub, fetch_own, work, apart=False)
 
@@ -165,14 +165,14 @@ class _Fused(QueryLoop):
 
     def _half(self, scratch, w, t) -> jax.Array:
         """Registers that will hold this warpgroup's half of ds^T k of step t when the products are done."""
-        buffer, own = lax.rem(t + 2, jnp.int32(2)), pl.ds(w * 64, 64)
+        buffer, own_rows = lax.rem(t + 2, jnp.int32(2)), pl.ds(w * 64, 64)
 
         def product(acc):
             for other in range(2):
                 if self.block > 64:
-                    ds, k = scratch["ds_smem"].at[buffer, other, :, own], scratch["k_smem"].at[other]
+                    ds, k = scratch["ds_smem"].at[buffer, other, :, own_rows], scratch["k_smem"].at[other]
                 else:
-                    ds, k = scratch["ds_smem"].at[buffer, other], scratch["k_smem"].at[other, :, own]
+                    ds, k = scratch["ds_smem"].at[buffer, other], scratch["k_smem"].at[other, :, own_rows]
                 plgpu.wgmma(acc, ds.T, k)
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
@@ -194,12 +194,12 @@ class _Fused(QueryLoop):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, target, predicate=exists, reduction_op="add")
 
-    def _step(self, refs, scratch, sums, own, place, lo, rows, scrub) -> Callable[..., Any]:
+    def _step(self, refs, scratch, sums, warpgroup, place, lo, rows, scrub) -> Callable[..., Any]:
         dq_ref, dk_acc, dv_acc = sums
-        start, tile = place[2] * 128 + own * 64, (64, self.block)
+        start, tile = place[2] * 128 + warpgroup * 64, (64, self.block)
 
         def step(n, t, *, masked: Masked):
-            w = unknown(own)  # what is spilled would not fit the cache
+            w = unknown(warpgroup)  # what is spilled would not fit the cache
             slot, buffer = (lax.rem(t, jnp.int32(size)) for size in (self.config.dkv_stages, 2))
             q_smem, do_smem = scratch["q_smem"].at[slot], scratch["do_smem"].at[slot]
 

@@ -33,7 +33,7 @@ class Gradient(Kernel):
         """Whether steps are those of `beside`: in JAX 0.10 a product there cannot add to what a loop sums up."""
         return jax.__version_info__ >= (0, 11)
 
-    def own(self, w: Any) -> Any:
+    def own_number(self, w: Any) -> Any:
         """The warpgroup's number, for addresses inside a loop; at D64 registers hold them all, which is faster."""
         D = self.dims.D
         return unknown(w) if D == 128 or (D > 128 and self.overlaps) else w

@@ -159,8 +159,8 @@ class _Forward(Kernel):
 
         def fetch_queries(n: Any) -> None:
             b, h, i = self.place(refs, n)
-            own = pl.ds(i * self.rows + w * 64, 64)
-            plgpu.copy_gmem_to_smem(q_ref.at[b, own, h], q_smem, scratch["q_ready"].at[w])
+            own_rows = pl.ds(i * self.rows + w * 64, 64)
+            plgpu.copy_gmem_to_smem(q_ref.at[b, own_rows, h], q_smem, scratch["q_ready"].at[w])
 
         def work(n, blocks):
             b, h, i = self.place(refs, n)
@@ -175,10 +175,10 @@ class _Forward(Kernel):
             total = jnp.where(l > MOST, jnp.nan, l * (1.0 - self.dropout))
             acc *= across(jnp.where(empty, 0.0, decay / total), acc.shape, 0)
             lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
-            own = pl.ds(start, 64)
+            own_rows = pl.ds(start, 64)
             return blocks + (hi - lo), [
-                (acc, scratch["out_smem"].at[w] if apart else q_smem, out_ref.at[b, own, h]),
-                (lse, scratch["lse_smem"].at[w], lse_ref.at[b, h, own]),
+                (acc, scratch["out_smem"].at[w] if apart else q_smem, out_ref.at[b, own_rows, h]),
+                (lse, scratch["lse_smem"].at[w], lse_ref.at[b, h, own_rows]),
             ]
 
         compute_tiles(self.walking(refs), scratch, w, scrub, fetch_queries, work, apart=apart)
@@ -318,8 +318,8 @@ class _Forward(Kernel):
         nothing = plgpu.layout_cast(jnp.zeros(shape, self.dtype), WGMMA)
         maxima = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROW)
         carry = once(lo, first, (zeros((64, self.dims.D)), maxima, zeros((64, COLUMNS)), nothing))
-        rest = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
-        carry = self._steps(rest, step, carry)
+        remaining = (lo + 1, *(lax.max(jnp.int32(i), jnp.int32(lo + 1)) for i in (full_lo, full_hi)), hi)
+        carry = self._steps(remaining, step, carry)
         if self.turns:  # and the last one's last goes to nobody
             end = jnp.logical_and(w == 0, n == self.walking(refs).count() - 1)
             pl.when(end)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))

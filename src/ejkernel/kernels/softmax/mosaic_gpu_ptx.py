@@ -36,8 +36,8 @@ def rescaled(x: jax.Array, factors: jax.Array) -> jax.Array:
     """A tile times a factor for each row; a warp passes over it if all its rows have the factor 1."""
 
     def vote(_: Any, array: Any) -> Any:
-        first, *rest = range(1, 1 + len(numbers := _numbers(array)))
-        either = " ".join(f"setp.neu.or.f32 any, ${n}, {ONE}, any;" for n in rest)
+        first, *others = range(1, 1 + len(numbers := _numbers(array)))
+        either = " ".join(f"setp.neu.or.f32 any, ${n}, {ONE}, any;" for n in others)
         begin = f".reg .pred any; setp.neu.f32 any, ${first}, {ONE};"
         found = asm("i32", f"{begin} {either} vote.sync.any.pred any, any, -1; selp.b32 $0, 1, 0, any;", numbers)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)

@@ -234,19 +234,19 @@ def spread(
 ) -> jax.Array:
     """The part of an array in global memory, laid out, for these rows of a tile and these pieces of columns."""
     at = batch_index(ref, b), h if ref.shape[1] > 1 else 0
-    own = pl.ds(rows["start"], shape[0])
+    own_rows = pl.ds(rows["start"], shape[0])
 
     def read(part: tuple[Any, ...], layout: Any) -> jax.Array:
         found = load(ref.at[*at, *part], layout)
         return found.astype(jnp.int32) if ref.dtype == jnp.int8 else found  # of which Mosaic chooses none
 
     if kind == "row":
-        return across(read((own,), ROW), shape, 0)
+        return across(read((own_rows,), ROW), shape, 0)
     before = shape[1] - shape[1] // len(pieces)
     parts = [pl.ds(start + before, shape[1]) for start in _starts(pieces, shape)]
     if kind == "column":
         return _chosen([across(read((part,), COL), shape, 1) for part in parts], shape)
-    return _chosen([read((own, part), WGMMA) for part in parts], shape)
+    return _chosen([read((own_rows, part), WGMMA) for part in parts], shape)
 
 
 def _starts(pieces: list[Piece], shape: tuple[int, int]) -> list[Any]:
@@ -356,9 +356,9 @@ class Kernel:
             )
             return
         (columns,) = spans
-        own = b, h if self.side == "q" else lax.div(h, jnp.int32(self.dims.G)), i
+        place = b, h if self.side == "q" else lax.div(h, jnp.int32(self.dims.G)), i
         for half in range(self.groups):
-            rows, target = pl.ds(self.start(refs, own, half), 64), scratch["bias_smem"].at[slot, half]
+            rows, target = pl.ds(self.start(refs, place, half), 64), scratch["bias_smem"].at[slot, half]
             plgpu.copy_gmem_to_smem(ref.at[*at, rows, columns], target, scratch["bias_ready"].at[slot])
 
     def bias(
@@ -468,9 +468,13 @@ def _packed(call: Call) -> bool:
 def _packed_intervals(call: Call, side: schedule.Side, band: Band) -> tuple[jax.Array, jax.Array]:
     """First and last column each row of packed sequences sees, (B|1, rows); the ends of a sequence are aligned."""
     offsets = [call["q_offsets"], call["kv_offsets" if "kv_offsets" in call else "q_offsets"]]
-    (own, other), ids = offsets if side == "q" else offsets[::-1], call["q_segments" if side == "q" else "kv_segments"]
+    (own_starts, other_starts), ids = (
+        offsets if side == "q" else offsets[::-1],
+        call["q_segments" if side == "q" else "kv_segments"],
+    )
     first, own_end, end = (
-        jnp.take_along_axis(x, jnp.maximum(ids, 0) + n, axis=1) for x, n in ((other, 0), (own, 1), (other, 1))
+        jnp.take_along_axis(x, jnp.maximum(ids, 0) + n, axis=1)
+        for x, n in ((other_starts, 0), (own_starts, 1), (other_starts, 1))
     )
     at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] - own_end + end
     low = first if band.lo is None else jnp.maximum(first, at + band.lo)

@@ -206,8 +206,8 @@ class BiasTiles(Tiles):
     @property
     def grid(self) -> tuple[int, ...]:
         full = (self.dims.B, self.dims.H, self.steps.nq, self.steps.nk)
-        own = [n if size > 1 else 1 for n, size in zip(full, self.call["bias"].shape, strict=True)]
-        return (*own, *(n // m for n, m in zip(full, own, strict=True)))
+        kept_sizes = [n if size > 1 else 1 for n, size in zip(full, self.call["bias"].shape, strict=True)]
+        return (*kept_sizes, *(n // m for n, m in zip(full, kept_sizes, strict=True)))
 
     @property
     def visits(self) -> int:

@@ -55,23 +55,23 @@ class Steps(NamedTuple):
     def scalar_bytes(self) -> int:
         return 4 * (self.rows.size + self.columns.size)
 
-    def _place(self, b: Any, h: Any, s: Any) -> Any:
+    def _place(self, b: Any, h: Any, step: Any) -> Any:
         first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
-        return first * self.length + divided(s, self.repeats)
+        return first * self.length + divided(step, self.repeats)
 
-    def row(self, scalars: Any, b: Any, h: Any, s: Any) -> tuple[Any, Any]:
+    def row(self, scalars: Any, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
         """The row of a step of the grid, from the refs of `rows` and `columns`, and which head of the group it is."""
-        row = scalars[0][self._place(b, h, s)]
+        row = scalars[0][self._place(b, h, step)]
         if self.repeats > 1:
-            return row, remainder(s, self.repeats)
+            return row, remainder(step, self.repeats)
         return divided(row, self.group), remainder(row, self.group)
 
-    def column(self, scalars: Any, b: Any, h: Any, s: Any) -> tuple[Any, Any]:
+    def column(self, scalars: Any, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
         """The column of a step of the grid, and its flags."""
-        word = scalars[1][self._place(b, h, s)]
+        word = scalars[1][self._place(b, h, step)]
         column = word >> _FLAG_BITS
         if self.repeats > 1:
-            head = remainder(s, self.repeats)
+            head = remainder(step, self.repeats)
             word &= jnp.where(head == 0, -1, ~FIRST) & jnp.where(head == self.repeats - 1, -1, ~LAST)
         return column, word
 
@@ -80,8 +80,8 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
     """The steps of a call; with `group`, every tile is done for as many query heads that share a key block."""
     schedule = plan(call, block_q, block_k, side)
     repeats = group if schedule[0].shape[1] == 1 else 1
-    own = group // repeats  # rows that a block has
-    table, index = _tables(schedule, own)
+    rows_each = group // repeats  # rows that a block has
+    table, index = _tables(schedule, rows_each)
     blocks = -(-call["key"].shape[1] // block_k) if side == "q" else -(-call["query"].shape[1] // block_q)
     numpy = isinstance(table, np.ndarray)
     if isinstance(schedule, Ranges):
@@ -92,19 +92,19 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
     xp = np if numpy else jnp
     counts = xp.maximum(total, 1)
     ends = xp.cumsum(counts, axis=-1)
-    length = int(ends.max()) if numpy else _room(call, block_q, block_k, side, own, R * blocks)
-    s = xp.arange(length, dtype=np.int32)
+    length = int(ends.max()) if numpy else _room(call, block_q, block_k, side, rows_each, R * blocks)
+    step = xp.arange(length, dtype=np.int32)
     row = _rows(ends, length, xp)
 
     def of_row(x: Any) -> Any:
         return xp.take_along_axis(x, row, axis=-1)
 
-    real = s < ends[..., -1:]
-    n = xp.where(real, s - of_row(ends - counts), of_row(counts) - 1)  # steps past the end stay where the last was
+    real = step < ends[..., -1:]
+    n = xp.where(real, step - of_row(ends - counts), of_row(counts) - 1)  # steps past the end stay where the last was
     column = xp.clip(_columns(table, index, row, n, xp), 0, blocks - 1)  # an empty range may lie outside
     flags = (
-        FIRST * ((n == 0) & (row % own == 0))
-        + LAST * ((n == of_row(counts) - 1) & (row % own == own - 1))
+        FIRST * ((n == 0) & (row % rows_each == 0))
+        + LAST * ((n == of_row(counts) - 1) & (row % rows_each == rows_each - 1))
         + VISIT * (n < of_row(total))
         + MASKED * (n >= of_row(unmasked))
     )
@@ -157,12 +157,12 @@ def _columns(table: Any, index: Any, row: Any, n: Any, xp: Any) -> Any:
     return xp.where(n < full, full_lo + n, after)
 
 
-def _room(call: Call, block_q: int, block_k: int, side: Side, own: int, most: int) -> int:
+def _room(call: Call, block_q: int, block_k: int, side: Side, rows_each: int, most: int) -> int:
     """The most steps of a schedule that is known on the device only: those of its static part, or all tiles."""
     if "q_positions" in call:
         return most
     kept = {name: call[name] for name in ("query", "key", "value")}
-    return own * flatten(Call(call.spec, kept), block_q, block_k, side).length
+    return rows_each * flatten(Call(call.spec, kept), block_q, block_k, side).length
 
 
 class Statuses(NamedTuple):

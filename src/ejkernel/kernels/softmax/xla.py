@@ -122,10 +122,10 @@ class _Head(NamedTuple):
     def cut(self, name: str, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
         """A part of an array: along its axes behind batch and head; axes of size 1 and the last stay whole."""
         x, at = self.arrays[name], self.at(name)
-        rest = x.shape[len(at) :]
-        whole = [n == 1 or axis >= len(sizes) for axis, n in enumerate(rest)]
+        trailing = x.shape[len(at) :]
+        whole = [n == 1 or axis >= len(sizes) for axis, n in enumerate(trailing)]
         first = [0 if w else starts[axis] for axis, w in enumerate(whole)]
-        shape = [rest[axis] if w else sizes[axis] for axis, w in enumerate(whole)]
+        shape = [trailing[axis] if w else sizes[axis] for axis, w in enumerate(whole)]
         return lax.dynamic_slice(x, (*at, *first), (1,) * len(at) + tuple(shape)).reshape(shape)
 
 

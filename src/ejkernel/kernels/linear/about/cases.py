@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.about.answers import FLOOR, Truth
-from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Chain, Quiet
+from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Chain, DeviceLock
 from ejkernel.kernels.linear.reference import reference
 from ejkernel.kernels.linear.spec import canonicalise, lightning_decay
 
@@ -143,7 +143,7 @@ class Recurrence:
             self.arrays["cu_seqlens"] = jnp.asarray(ends)
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
-    def truths(self, quiet: Quiet) -> list[Truth]:
+    def truths(self, device_lock: DeviceLock) -> list[Truth]:
         """Of the output and the gradients, as sums over pairs of tokens in float32.
 
         The naive errors are those of the definition in the case's dtype, token by token, on the first tokens; where
@@ -151,11 +151,11 @@ class Recurrence:
         """
         case = self.case
         tokens = {name: self.arrays[name].reshape(case.rows, -1, case.H, case.D) for name in case.shapes()}
-        exact = self._run(_in_pairs, "float32", tokens, quiet)
+        exact = self._run(_in_pairs, "float32", tokens, device_lock)
         naive = [dict.fromkeys(one, 0.0) for one in exact]
         if case.dtype != "float32":
             first = {name: x[:, :_FIRST] for name, x in tokens.items()}
-            wide, narrow = (self._run(_by_token, dtype, first, quiet) for dtype in ("float32", case.dtype))
+            wide, narrow = (self._run(_by_token, dtype, first, device_lock) for dtype in ("float32", case.dtype))
             naive = [
                 {
                     name: error * _largest(all_of[name]) / _largest(w[name])
@@ -168,14 +168,14 @@ class Recurrence:
         whole = [{name: x.reshape(case.B, case.T, case.H, case.D) for name, x in one.items()} for one in exact]
         return [Truth(one, errors, floor * most) for one, errors, most in zip(whole, naive, largest, strict=True)]
 
-    def _run(self, attend: "Attend", dtype: str, tokens: Arrays, quiet: Quiet) -> list[Arrays]:
+    def _run(self, attend: "Attend", dtype: str, tokens: Arrays, device_lock: DeviceLock) -> list[Arrays]:
         case = self.case
         state = self.arrays.get("initial_state", jnp.zeros((case.rows, case.H, case.D, case.D)))
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
         program = jax.jit(partial(_defined, case, attend, jnp.dtype(dtype)), compiler_options=options)
         compiled = program.lower(tokens, state).compile()
-        with quiet:
+        with device_lock:
             return jax.block_until_ready(compiled(tokens, state))
 
 

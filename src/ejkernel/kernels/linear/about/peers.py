@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.about.benchmark import FORWARD, Arrays, Contender, Program, Quiet, jax_program, passes_of
+from ejkernel.about.benchmark import FORWARD, Arrays, Contender, DeviceLock, Program, jax_program, passes_of
 from ejkernel.about.torch_program import Step, Tensor, missing, torch_program
 from ejkernel.kernels.linear.about.cases import LAYER, TRAINED, Case, chain
 from ejkernel.kernels.linear.spec import lightning_decay
@@ -27,8 +27,8 @@ def _scan_missing(backend: str) -> str | None:
     return None if backend == "cpu" else f"a kernel a token: needs cpu, this is {backend}"
 
 
-def _build_scan(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
-    return jax_program(passes_of(partial(_scan, case), what, TRAINED), arrays, quiet, chain(case, what))
+def _build_scan(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
+    return jax_program(passes_of(partial(_scan, case), what, TRAINED), arrays, device_lock, chain(case, what))
 
 
 def _scan(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ def _scan(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
 # flash-linear-attention ----------------------------------------------------------------------------------------
 
 
-def _build_fla(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+def _build_fla(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
     import torch
 
     named = {name: torch.from_dlpack(x) for name, x in arrays.items()}
@@ -69,7 +69,7 @@ def _build_fla(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
 
         return step
 
-    return torch_program(make, True, quiet)
+    return torch_program(make, True, device_lock)
 
 
 def _fla(case: Case, named: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.about.answers import FLOOR, Truth
-from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Quiet
+from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, DeviceLock
 from ejkernel.kernels.softmax.reference import reference as softmax
 from ejkernel.kernels.softmax.spec import Spec
 from ejkernel.ops import Call
@@ -114,17 +114,17 @@ class Selected:
         self.arrays["block_indices"] = jnp.asarray(drawn_blocks(case))
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
-    def truths(self, quiet: Quiet) -> list[Truth]:
+    def truths(self, device_lock: DeviceLock) -> list[Truth]:
         """Of the output and the gradients, by the definition in float32; the naive errors by it in the case's dtype."""
-        exact = self._defined(jnp.dtype("float32"), quiet)
-        naive = exact if self.case.dtype == "float32" else self._defined(jnp.dtype(self.case.dtype), quiet)
+        exact = self._defined(jnp.dtype("float32"), device_lock)
+        naive = exact if self.case.dtype == "float32" else self._defined(jnp.dtype(self.case.dtype), device_lock)
         return [Truth.of(e, n, FLOOR) for e, n in zip(exact, naive, strict=True)]
 
-    def _defined(self, dtype: Any, quiet: Quiet) -> list[Arrays]:
+    def _defined(self, dtype: Any, device_lock: DeviceLock) -> list[Arrays]:
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
         program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(self.arrays).compile()
-        with quiet:
+        with device_lock:
             return jax.block_until_ready(program(self.arrays))
 
 
@@ -162,8 +162,8 @@ def _rows_defined(
     def gathered(x: jax.Array) -> jax.Array:
         """(R, K * BLOCK, Hkv, D), whose gradients are summed in float32."""
         blocks = jnp.moveaxis(x.reshape(-1, BLOCK, case.Hkv, case.D), 2, 0)  # (Hkv, N, BLOCK, D)
-        own = jax.vmap(lambda blocks, at: blocks[at], in_axes=(0, 1), out_axes=3)(blocks, jnp.maximum(indices, 0))
-        return own.reshape(len(own), -1, case.Hkv, case.D).astype(dtype)
+        picked = jax.vmap(lambda blocks, at: blocks[at], in_axes=(0, 1), out_axes=3)(blocks, jnp.maximum(indices, 0))
+        return picked.reshape(len(picked), -1, case.Hkv, case.D).astype(dtype)
 
     # the heads that share keys are queries at one position
     grouped = query.reshape(len(query), case.Hkv, -1, case.D).swapaxes(1, 2).astype(dtype)  # (R, G, Hkv, D)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from ejkernel.about.benchmark import FORWARD, Arrays, Contender, Program, Quiet
+from ejkernel.about.benchmark import FORWARD, Arrays, Contender, DeviceLock, Program
 from ejkernel.about.torch_program import Step, Tensor, missing, torch_program
 from ejkernel.kernels.native_sparse.about.cases import BLOCK, TRAINED, Case
 
@@ -12,7 +12,7 @@ def peers() -> list[Contender]:
     return [Contender("fla", "flash-linear-attention", _build_fla, partial(missing, ("gpu",), "fla"))]
 
 
-def _build_fla(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+def _build_fla(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
     import torch
     from fla.ops.nsa import parallel_nsa
 
@@ -31,4 +31,4 @@ def _build_fla(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
 
         return step
 
-    return torch_program(make, True, quiet)
+    return torch_program(make, True, device_lock)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.about.answers import Truth
-from ejkernel.about.benchmark import FORWARD, Arrays, Quiet
+from ejkernel.about.benchmark import FORWARD, Arrays, DeviceLock
 from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
 
@@ -143,18 +143,18 @@ class Serving:
             integers |= {"query_start_loc": np.cumsum([0, *case.tokens]), "num_seqs": np.asarray(len(case.lengths))}
         self.arrays |= {name: jnp.asarray(x, jnp.int32) for name, x in integers.items()}
 
-    def truths(self, quiet: Quiet) -> list[Truth]:
+    def truths(self, device_lock: DeviceLock) -> list[Truth]:
         """Of the output, by the definition in float32; the naive error by it in the case's dtype."""
-        exact = self._defined(jnp.dtype("float32"), quiet)
+        exact = self._defined(jnp.dtype("float32"), device_lock)
         # in float32 the naive computation is the definition itself
-        naive = exact if self.case.dtype == "float32" else self._defined(jnp.dtype(self.case.dtype), quiet)
+        naive = exact if self.case.dtype == "float32" else self._defined(jnp.dtype(self.case.dtype), device_lock)
         return [Truth.of({"out": exact}, {"out": naive})]
 
-    def _defined(self, dtype: Any, quiet: Quiet) -> jax.Array:
+    def _defined(self, dtype: Any, device_lock: DeviceLock) -> jax.Array:
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
         program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(self.arrays).compile()
-        with quiet:
+        with device_lock:
             return jax.block_until_ready(program(self.arrays))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.about.benchmark import Arrays, Contender, Program, Quiet, jax_program
+from ejkernel.about.benchmark import Arrays, Contender, DeviceLock, Program, jax_program
 from ejkernel.kernels.paged.about.cases import Case
 
 # twenty calls of one program: a decode of one sequence is over before the host has started the next
@@ -24,11 +24,11 @@ def _contiguous(key: str, name: str, implementation: Any, backend: str) -> Conte
     """A decode by `jax.nn`, with the keys and values of every sequence side by side."""
     attend = partial(jax.nn.dot_product_attention, implementation=implementation)
 
-    def build(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+    def build(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
         def gather(cache: jax.Array, table: jax.Array) -> jax.Array:
             return cache[table].reshape(len(table), -1, *cache.shape[2:])
 
-        with quiet:
+        with device_lock:
             key, value = (
                 jax.block_until_ready(jax.jit(gather)(arrays[n], arrays["block_tables"]))
                 for n in ("key_cache", "value_cache")
@@ -38,7 +38,7 @@ def _contiguous(key: str, name: str, implementation: Any, backend: str) -> Conte
             return {"out": attend(arrays["query"][:, None], arrays["key"], arrays["value"])[:, 0]}
 
         given = {"query": arrays["query"], "key": key, "value": value}
-        return jax_program(step, given, quiet, CHAIN)
+        return jax_program(step, given, device_lock, CHAIN)
 
     def missing(here: str) -> str | None:
         return None if here == backend else f"needs {backend}, this is {here}"

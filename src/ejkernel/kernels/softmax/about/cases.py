@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.about.answers import FLOOR, Truth
-from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, Quiet
+from ejkernel.about.benchmark import BOTH, FORWARD, Arrays, DeviceLock
 from ejkernel.kernels.softmax.reference import reference
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.types import MaskInfo
@@ -180,22 +180,22 @@ class Attention:
             self.arrays["offsets"] = jnp.asarray(case.offsets())
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
-    def truths(self, quiet: Quiet) -> list[Truth]:
+    def truths(self, device_lock: DeviceLock) -> list[Truth]:
         """Of the output and the gradients, by the definition in float32; the naive errors by it in the case's dtype."""
         wide = {name: x.astype(jnp.float32) if name in self.case.shapes() else x for name, x in self.arrays.items()}
-        exact = self._defined(jnp.float32, wide, quiet)
+        exact = self._defined(jnp.float32, wide, device_lock)
         # in float32 the naive computation is the definition itself
         is_exact = self.case.dtype == "float32"
-        naive = exact if is_exact else self._defined(jnp.dtype(self.case.dtype), self.arrays, quiet)
+        naive = exact if is_exact else self._defined(jnp.dtype(self.case.dtype), self.arrays, device_lock)
         # float32 sums of T terms: their roundings grow like the square root
         floor = FLOOR * max(1.0, math.sqrt(max(self.case.T, self.case.keys) / 256))
         return [Truth.of(e, n, floor) for e, n in zip(exact, naive, strict=True)]
 
-    def _defined(self, dtype: Any, arrays: Arrays, quiet: Quiet) -> tuple[Arrays, Arrays]:
+    def _defined(self, dtype: Any, arrays: Arrays, device_lock: DeviceLock) -> tuple[Arrays, Arrays]:
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
         program = jax.jit(partial(_defined, self.case, dtype), compiler_options=options).lower(arrays).compile()
-        with quiet:
+        with device_lock:
             return jax.block_until_ready(program(arrays))
 
 

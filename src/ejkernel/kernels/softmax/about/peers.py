@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.about.benchmark import Arrays, Contender, Program, Quiet, jax_program, passes_of
+from ejkernel.about.benchmark import Arrays, Contender, DeviceLock, Program, jax_program, passes_of
 from ejkernel.kernels.softmax.about import torch_peers
 from ejkernel.kernels.softmax.about.cases import QKV, TRAINED, Case
 
@@ -60,15 +60,15 @@ def _in_jax(peer: _Peer) -> Contender:
         logits = 4 * case.B * case.H * case.T * case.keys / 2**30
         return f"its logits would take {logits:.0f} GiB" if logits > peer.most else peer.lacks(case)
 
-    def build(case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+    def build(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
         importlib.import_module(peer.package)  # no part of a first call
         if case.documents is not None and peer.takes_mask:
-            with quiet:
+            with device_lock:
                 arrays = {**arrays, "mask": jax.block_until_ready(_explicit_mask(case))}
         function = passes_of(partial(peer.attend, case), what, TRAINED)
         # else XLA rounds the operands of its matmuls on a GPU
         with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-            return jax_program(function, arrays, quiet, tries=peer.tries)
+            return jax_program(function, arrays, device_lock, tries=peer.tries)
 
     return Contender(peer.key, peer.name, build, missing, refusal)
 

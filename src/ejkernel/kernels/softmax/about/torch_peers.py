@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ejkernel.about.benchmark import FORWARD, Arrays, Contender, Program, Quiet
+from ejkernel.about.benchmark import FORWARD, Arrays, Contender, DeviceLock, Program
 from ejkernel.about.torch_program import Step, Tensor, missing, torch_program
 from ejkernel.kernels.softmax.about.cases import QKV, Case
 
@@ -95,7 +95,9 @@ def _flex(case: Case, device: Any) -> Attend:
 # Running them -----------------------------------------------------------------------------------------------
 
 
-def _build(make: Callable[[Case, Any], Attend], case: Case, what: str, arrays: Arrays, quiet: Quiet) -> Program:
+def _build(
+    make: Callable[[Case, Any], Attend], case: Case, what: str, arrays: Arrays, device_lock: DeviceLock
+) -> Program:
     import torch
 
     # the same memory, seen as (B, H, T, D)
@@ -114,4 +116,4 @@ def _build(make: Callable[[Case, Any], Attend], case: Case, what: str, arrays: A
 
         return step
 
-    return torch_program(made, query.is_cuda, quiet, view=lambda x: x.transpose(1, 2))
+    return torch_program(made, query.is_cuda, device_lock, view=lambda x: x.transpose(1, 2))

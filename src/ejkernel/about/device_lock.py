@@ -25,8 +25,8 @@ class _Lock:
             self._fcntl.flock(self._file, getattr(self._fcntl, kind))
 
 
-class Quiet:
-    """`with quiet:` has the device alone; `with quiet.shared():` has it beside others that have it so. Not within.
+class DeviceLock:
+    """`with lock:` has the device alone; `with lock.shared():` has it beside others that have it so. Not within.
 
     Processes agree by locks on files; without a path nobody else is there. `early` says that this process will soon
     measure something: nobody has the device shared until it has, or wants to share it as well.
