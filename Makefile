@@ -12,13 +12,14 @@ export JAX_PLATFORMS
 export TPU_SKIP_MDS_QUERY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types pytest newest tpu-aot hardening bench benchmarks tables docs docs-serve clean
+.PHONY: help quickstart test lint types pytest newest tpu-aot cuda-aot hardening bench benchmarks tables docs docs-serve clean
 
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
 	@echo "make test         lint, types, tests and doctests, and a few tests with the newest JAX and Triton"
 	@echo "make newest       those few alone, in $(NEWEST)"
 	@echo "make tpu-aot      compile every TPU kernel for v4, v5e, v5p and v6e, and print its roofline"
+	@echo "make cuda-aot     compile more of the kernels for NVIDIA GPUs, without one"
 	@echo "make hardening    ten thousand calls with an odd argument, and many legal ones, against the definitions"
 	@echo "make bench        measure attention against peers on this machine"
 	@echo "make benchmarks   measure everything; the numbers go to $(RESULTS), RESULTS=benchmarks is where the docs read them"
@@ -54,6 +55,9 @@ newest: $(NEWEST)/installed
 tpu-aot: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m tpu_aot tests
 	$(BIN)/ejkernel roofline
+
+cuda-aot: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m cuda_aot_more tests
 
 # some hundreds of these are part of `make test`
 hardening: $(VENV)/installed-test

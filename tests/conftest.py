@@ -36,6 +36,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "tpu_aot: compiles for TPUs with libtpu, on any x86-64 machine")
     config.addinivalue_line("markers", "tpu_aot_more: the same for further generations, with `make tpu-aot`")
+    config.addinivalue_line("markers", "cuda_aot_more: for NVIDIA GPUs, what differs little, with `make cuda-aot`")
     config.addinivalue_line("filterwarnings", "error")
     # the kernels of fa4-jax use names that its compiler, CUTLASS's, has newer ones for
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:fa4_jax|cutlass")
