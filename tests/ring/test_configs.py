@@ -1,5 +1,7 @@
 """Which configs the calls of a ring run with: those said for it, then what is known of flash_attention."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,7 @@ from ejkernel.ops import TunedConfigs, autotune, dispatch, explain, tuning, use_
 from ejkernel.ops.tuned_files import user_file
 
 FAST, SMALL = xla.Config(16, 16), xla.Config(8, 4)
-TOKENS, BOTH = Mesh(np.asarray(jax.devices("cpu")[:2]), ("sp",)), ("sp", "heads")
-HEADS = Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), BOTH)
-BATCH = Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "sp"))
+BOTH = ("sp", "heads")
 Q = jnp.ones((2, 64, 4, 8))
 CASES = {
     "ring": {"method": "ring"},
@@ -24,14 +24,20 @@ CASES = {
     "all_to_all": {"method": "all_to_all"},
     "all_gather": {"method": "all_gather"},
     "gathered dropout": {"method": "all_gather", "layout": "zigzag", "dropout_prob": 0.1, "dropout_seed": 0},
-    "ring and heads": {"method": "ring", "axis_name": BOTH, "mesh": HEADS},
-    "a batch that is split": {"method": "ring", "mesh": BATCH},
-    "one device": {"mesh": Mesh(np.asarray(jax.devices("cpu")[:1]), ("sp",))},
+    "ring and heads": {"method": "ring", "axis_name": BOTH, "mesh": (2, 2), "axes": BOTH},
+    "a batch that is split": {"method": "ring", "mesh": (2, 2), "axes": ("data", "sp")},
+    "one device": {"mesh": (1,)},
 }
 
 
+def mesh_of(shape=(2,), axes=("sp",)):
+    """Where tests are collected there may be fewer devices."""
+    return Mesh(np.asarray(jax.devices("cpu")[: math.prod(shape)]).reshape(shape), axes)
+
+
 def options(name):
-    return {"causal": True, "mesh": TOKENS} | CASES[name]
+    found = dict(CASES[name])
+    return {"causal": True, "mesh": mesh_of(found.pop("mesh", (2,)), found.pop("axes", ("sp",))), **found}
 
 
 def explained(name, q=Q):
@@ -131,7 +137,7 @@ def test_outside_of_jit_too(name, measured):
 
 def test_a_split_call_of_any_operation_is_measured_by_its_parts(measured):
     with autotune(save=False, progress=False) as found:
-        flash_attention(Q, Q, Q, mesh=TOKENS, in_specs=(P("sp"),) * 3)
+        flash_attention(Q, Q, Q, mesh=mesh_of(), in_specs=(P("sp"),) * 3)
     assert len(found) == 1 and {shape for shape, _ in measured} == {(1, 64, 4, 8)}
 
 
@@ -139,7 +145,7 @@ def test_where_nothing_can_be_measured(measured):
     def attend(q):
         return ring_attention(q, q, q, causal=True, method="ring")
 
-    inside = jax.shard_map(attend, mesh=TOKENS, in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=False)
+    inside = jax.shard_map(attend, mesh=mesh_of(), in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=False)
     with autotune(save=False, progress=False) as found:
         with pytest.raises(RuntimeError, match=r"cannot measure ring_attention in a shard_map outside of jit.*jax.jit"):
             inside(Q)
