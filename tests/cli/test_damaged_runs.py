@@ -39,11 +39,12 @@ WHOLE: dict[str, Any] = {
 
 
 @pytest.fixture
-def shown(tmp_path):
+def shown(tmp_path, monkeypatch):
     """The exit code and the words of each command that reads a file with this text."""
+    monkeypatch.chdir(tmp_path)  # a short name is not broken over two lines
 
     def run(text: str) -> list[tuple[int, str]]:
-        damaged, whole = tmp_path / "damaged.json", tmp_path / "whole.json"
+        damaged, whole = Path("damaged.json"), Path("whole.json")
         damaged.write_bytes(text.encode("utf-8", "surrogateescape"))
         whole.write_text(json.dumps(WHOLE))
         found = []
