@@ -24,9 +24,10 @@ __all__ = ["__version__", "autotune", "explain", "interpret", "use_config"]
 
 def __getattr__(name: str) -> Any:
     """What the rooms above have, loaded when it is asked for: with JAX, which takes seconds."""
-    if name == "ops" or name in __all__:
-        ops = importlib.import_module("ejkernel.ops")
-        return ops if name == "ops" else getattr(ops, name)
+    if name in ("modules", "ops", "types"):
+        return importlib.import_module(f"ejkernel.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("ejkernel.ops"), name)
     if not name.startswith("_"):
         for room in (importlib.import_module("ejkernel.modules"), importlib.import_module("ejkernel.types")):
             if name in room.__all__:

@@ -27,7 +27,7 @@ print(json.dumps({
 def report(tmp_path_factory):
     """What changed by importing, in a process with an empty home."""
     home = tmp_path_factory.mktemp("home")
-    imports = "import ejkernel, ejkernel.modules, ejkernel.ops, ejkernel.types"
+    imports = "import ejkernel; ejkernel.modules.flash_attention, ejkernel.ops.explain, ejkernel.types.MaskInfo"
     environment = {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
     environment["PATH"] = os.environ["PATH"]
     script = SCRIPT.replace("{imports}", imports)

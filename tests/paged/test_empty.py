@@ -105,8 +105,26 @@ def test_checks_of_values_on_the_device(monkeypatch):
 def test_over_a_mesh():
     mesh = jax.make_mesh((2,), ("dp",))
     specs = (P("dp"), P(None), P(None))
-    out = page_attention(queries(0), KEYS, VALUES, LENS, TABLE, mesh=mesh, in_specs=specs)
+    options = {"mesh": mesh, "in_specs": specs, "out_specs": P("dp")}
+    out = page_attention(queries(0), KEYS, VALUES, LENS, TABLE, **options)
     assert out.shape == (0, H, DV)
+    options["in_specs"] = (P("nope"), P(None), P(None))
+    with pytest.raises(ValueError, match="mesh axis 'nope'; the mesh has"):
+        page_attention(queries(0), KEYS, VALUES, LENS, TABLE, **options)
+    given = (queries(4), (KEYS, VALUES), LENS, TABLE, np.zeros(1, np.int32), None)
+    out = ragged_page_attention(*given, mesh=mesh, in_specs={"context_lens": P("dp")})
+    np.testing.assert_array_equal(out, np.zeros((4, H, DV)))
+
+
+def test_split_by_its_type():
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    query = jax.device_put(queries(0, 2), jax.NamedSharding(mesh, P(None, None, "tp")))
+    assert page_attention(query, KEYS, VALUES, LENS, TABLE).shape == (0, 2, H, DV)
+
+
+@pytest.mark.parametrize("table", [[], np.zeros((0, 0), np.int32)], ids=["list", "no pages"])
+def test_a_table_of_nobody_has_no_pages(table):
+    assert page_attention(queries(0), KEYS, VALUES, [], table).shape == (0, H, DV)
 
 
 def test_in_parts():

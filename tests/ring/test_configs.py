@@ -151,3 +151,11 @@ def test_where_nothing_can_be_measured(measured):
             inside(Q)
         jax.jit(inside).lower(Q)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("method", ["auto", "ring", "all_gather", "all_to_all"])
+def test_what_would_raise_is_not_explained(method):
+    odd = jnp.ones((1, 6, 4, 8))
+    for run in (ring_attention, lambda *given, **how: explain(ring_attention, *given, **how)):
+        with pytest.raises(ValueError, match=r"two chunks|2 \* 2 chunks"):
+            run(odd, odd, odd, mesh=mesh_of(), layout="zigzag", method=method)

@@ -60,7 +60,7 @@ def check_has_numbers(name: str, x: Any) -> None:
     """TypeError unless it is an array; a shape with a dtype is none outside of `explain` and `jax.eval_shape`."""
     if any(base.__module__.partition(".")[0] == "torch" for base in type(x).__mro__):
         raise TypeError(f"{name} is a PyTorch tensor, and must be a JAX array; ejkernel.torch has functions of tensors")
-    if not hasattr(x, "dtype") or isinstance(x, jax.ShapeDtypeStruct):
+    if not hasattr(x, "dtype") or isinstance(x, type | jax.ShapeDtypeStruct):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
 
 

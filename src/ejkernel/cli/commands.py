@@ -1,4 +1,4 @@
-"""The commands. Each loads what it needs when it runs, so that `--help` is quick."""
+"""The commands. What one of them alone needs is loaded when it runs."""
 
 import os
 from typing import TYPE_CHECKING, Annotated

@@ -20,7 +20,7 @@ class Places(NamedTuple):
     Attributes:
         starts: the first key of every block, in rising order: (B|1, N). One that does not exist starts at S.
         first: of each query, the row of the table where its sequence begins: (B|1, T).
-        own: of each query, its block, counted from there; -1 for padding: (B|1, T).
+        own_block: of each query, its block, counted from there; -1 for padding: (B|1, T).
         limits: of each query, the key behind the last it may see; 0 for padding: (B|1, T).
         sequence: of each block, the row of the table where its sequence begins: (B|1, N).
     """

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel.kernels.common.sizes import rounded_sizes
 from ejkernel.kernels.paged.calls import decode_call, page_call, prefill_call, ragged_decode_call, ragged_page_call
@@ -22,8 +23,9 @@ from ejkernel.kernels.paged.spec import (
     finish,
     shards,
 )
-from ejkernel.ops import Call, Operation, Shards, Splits, run
+from ejkernel.ops import Call, Dims, Operation, Shards, Splits, run
 from ejkernel.ops.operation import Arrays, random_arrays
+from ejkernel.ops.sharding import axes_of
 
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.paged.xla",
@@ -161,6 +163,19 @@ OPERATIONS = (
 )
 
 
+def _rows_whole(specs: Any, letters: dict[str, Any], mesh: Any) -> Any:
+    """Specs that split no sequences and no tokens: the one row that stands in for none is on every device."""
+    for name, spec in (specs or {}).items():
+        for axis in (axis for entry in spec for axis in axes_of(entry)):
+            if axis not in mesh.shape:
+                raise ValueError(f"the spec {spec} of {name} has mesh axis {axis!r}; the mesh has {dict(mesh.shape)}")
+    rows = ("N", "T")
+    return specs and {
+        name: PartitionSpec(*(None if letter in rows else entry for letter, entry in zip(letters[name], spec)))
+        for name, spec in specs.items()
+    }
+
+
 def attend(
     operation: Operation,
     call: Call,
@@ -176,6 +191,9 @@ def attend(
 ) -> Any:
     """What the caller asked for, whose query has that shape and whose arrays lie on a mesh as `layout` says."""
     split = shards(layout, mesh, in_specs, out_specs)
-    # the one sequence that stands in for none splits over nothing
-    split = Shards(mesh) if 0 in shape else split
+    if call.spec.stands_in or 0 in shape:
+        inputs = {name: dims.axes for name, dims in operation.arrays.items()}
+        outputs = {name: Dims(letters).axes for name, letters in operation.outputs.items()}
+        mesh = split.found_mesh
+        split = Shards(mesh, _rows_whole(split.in_specs, inputs, mesh), _rows_whole(split.out_specs, outputs, mesh))
     return finish(call, run(operation, call, platform=platform, cfg=cfg, shards=split), shape, batched=batched)

@@ -17,7 +17,7 @@ those in jax.numpy, and `page_ids` for the table), for another pass over them wo
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class Spec:
         with_lse: whether the caller wants the log-sum-exp.
         out_dtype: of `out`; None is that of the query. Parts that are still to be merged are float32.
         cost: told to a compiler that asks; None is what the platform itself estimates.
+        stands_in: whether one sequence, or one query, stands in for none.
     """
 
     scale: float
@@ -94,6 +95,7 @@ class Spec:
     with_lse: bool = False
     out_dtype: str | None = None
     cost: Cost | None = None
+    stands_in: bool = False
 
 
 class Dimensions(NamedTuple):
@@ -178,8 +180,10 @@ def canonicalise(
     given = given.check_shapes(N, P, names)
     given.check_values(spec, T, P, L, names)
     arrays |= {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in given._asdict().items()}
-    arrays = _one_of_each({name: x for name, x in arrays.items() if x is not None}, tokens)
-    return Call(spec, {name: jnp.asarray(x)[None] for name, x in arrays.items()})
+    present = {name: x for name, x in arrays.items() if x is not None}
+    stand_ins = _stand_ins(present, tokens)
+    arrays = {name: jnp.asarray(x)[None] for name, x in (present | stand_ins).items()}
+    return Call(replace(spec, stands_in=bool(stand_ins)), arrays)
 
 
 _MOST_SPLITS = 2**16
@@ -217,14 +221,14 @@ def cache(name: str, x: Any, layout: str, rank: int, *, rows: str = "some") -> A
     return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES), rows=rows)
 
 
-def _one_of_each(arrays: dict[str, Any], tokens: int | None) -> dict[str, Any]:
+def _stand_ins(arrays: dict[str, Any], tokens: int | None) -> dict[str, Any]:
     """Where there is no sequence or no query, one that sees nothing: no platform knows of empty calls.
 
     `finish` takes it off again.
     """
     least = {"query": tokens or 1, "query_start": 2}
     short = {name: x for name, x in arrays.items() if x.ndim and x.shape[0] < least.get(name, 1)}
-    return arrays | {name: jnp.zeros((least.get(name, 1), *x.shape[1:]), x.dtype) for name, x in short.items()}
+    return {name: jnp.zeros((least.get(name, 1), *x.shape[1:]), x.dtype) for name, x in short.items()}
 
 
 def _check_pages(query: Any, pages: dict[str, Any], names: Mapping[str, str]) -> tuple[int, int, int]:
@@ -301,7 +305,8 @@ class _Integers(NamedTuple):
         if lens.shape[0] != rows:
             raise ValueError(f"{lens_name} {lens.shape} must have one entry per sequence: {rows}")
         if self.block_tables is not None:
-            tables = integers(table_name, self.block_tables, 2)
+            nobody = rows == 0 and np.shape(self.block_tables) in ((0,), (0, 0))
+            tables = np.zeros((0, 1), np.int32) if nobody else integers(table_name, self.block_tables, 2)
             if tables.shape[1] == 0:
                 raise ValueError(f"{table_name} must have at least one page per sequence, got none")
             if tables.shape[0] != rows:
@@ -446,11 +451,17 @@ def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], *,
 
     A batch of queries (N, H, D) or (N, T, H, D) has lse (N, H) or (N, H, T), packed ones (T, H, D) have (H, T).
     """
-    out = outputs["out"][0, : 0 if 0 in shape else None]
+    if 0 in shape:  # without what stood in for nothing
+        where = {"out": 1, "lse": 2}
+        lengths = {name: (*outputs[name].shape[:axis], 0) for name, axis in where.items() if name in outputs}
+        outputs = {
+            name: jnp.zeros((*x, *outputs[name].shape[len(x) :]), outputs[name].dtype) for name, x in lengths.items()
+        }
+    out = outputs["out"][0]
     out = out.reshape(*shape[:-1], out.shape[-1])
     if not call.spec.with_lse:
         return out
-    lse = outputs["lse"][0, :, : 0 if 0 in shape else None]
+    lse = outputs["lse"][0]
     if batched:
         lse = jnp.moveaxis(lse.reshape(lse.shape[0], *shape[:-2]), 0, 1)
     return out, lse

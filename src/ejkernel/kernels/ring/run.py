@@ -5,14 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from ejkernel.kernels.common.batch import shards as folded_shards
 from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.operations import RING_ATTENTION
-from ejkernel.kernels.ring.sharded import HOP, along_length, over_heads
+from ejkernel.kernels.ring.sharded import HOP, along_length, check_chunks, over_heads
 from ejkernel.kernels.ring.spec import ARRAYS, canonicalise
 from ejkernel.kernels.ring.walk import indices_decide, meets_in_halves
 from ejkernel.kernels.softmax.spec import Band, dimensions
@@ -118,9 +117,11 @@ def _explanation(call: Call, axes: Axes, split: Shards, platform: Any, cfg: Any)
 
 def _sized(call: Call, times: int, divided: dict[str, int], letters: str = "") -> Call:
     """A call on shapes, with `letters` so many times as long, and others in parts; what broadcasts stays."""
+    whole = {"T": call["query"].shape[1], "S": call["key"].shape[1]}
 
     def size(letter: str, n: int) -> int:
-        return n if n == 1 else n * (times if letter in letters else 1) // divided.get(letter, 1)
+        broadcasts = n == 1 != whole.get(letter)
+        return n if broadcasts else n * (times if letter in letters else 1) // divided.get(letter, 1)
 
     shapes = {n: [*map(size, ARRAYS[n].axes, x.shape)] for n, x in call.arrays.items()}
     arrays: dict[str, Any] = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in call.arrays.items()}
@@ -138,6 +139,7 @@ def _explained(call: Call, devices: tuple[int, ...], axes: Axes, platform: Any, 
     count, around = math.prod(devices), devices[0]
     if len(axes) > 1:
         call = _heads_apart(call, axes[1:], devices[1])
+    check_chunks(call, axes[:1], around)
     choice = choose(call, around) if call.spec.method == "auto" else None
     method = call.spec.method if choice is None else choice.method
     way = f"{method}, as asked" if choice is None else str(choice)
@@ -151,11 +153,9 @@ def _explained(call: Call, devices: tuple[int, ...], axes: Axes, platform: Any, 
     hop = Call(call.spec.softmax, call.arrays, call.target)
     found = choose_platform(HOP, hop, platform, cfg)[1]
     if halves:
-        seen = _sized(hop, 1, dict.fromkeys("TS", 2))
-        twice: dict[str, Any] = {
-            n: jax.eval_shape(lambda x: jnp.concatenate([x, x]), x) for n, x in seen.arrays.items()
-        }
-        seen = Call(replace(seen.spec, band=Band()), twice, seen.target)
+        half, rows = _sized(hop, 1, dict.fromkeys("TS", 2)), 2 * dimensions(hop).B
+        twice: dict[str, Any] = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in half.arrays.items()}
+        seen = Call(replace(half.spec, band=Band()), twice, half.target)
         away = choose_platform(HOP, seen, platform, cfg)[1]
         way += f"; {away.platform} for halves that see all of another device's"
         way += f", config {away.config} (from {away.config_source})"

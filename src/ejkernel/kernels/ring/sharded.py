@@ -46,15 +46,20 @@ def _settled(call: Call, axes: tuple[str, ...]) -> str:
     return choose(call, lax.axis_size(axes)).method if call.spec.method == "auto" else call.spec.method
 
 
+def check_chunks(call: Call, axes: tuple[str, ...], devices: int) -> None:
+    """ValueError where zigzag's two chunks do not divide what a device has."""
+    T, S = call["query"].shape[1], call["key"].shape[1]
+    if call.spec.layout == "zigzag" and devices > 1 and (T % 2 or S % 2):
+        raise ValueError(
+            f"zigzag gives each of the {devices} devices of {axes} two chunks: {T} queries and {S} "
+            f"keys on a device are not both even; pad the lengths to multiples of {2 * devices}"
+        )
+
+
 def _around(call: Call, axes: tuple[str, ...], run: Here, method: str) -> Arrays:
     """By a ring, or with all keys here."""
     devices = lax.axis_size(axes)
-    T = call["query"].shape[1]
-    if call.spec.layout == "zigzag" and devices > 1 and (T % 2 or call["key"].shape[1] % 2):
-        raise ValueError(
-            f"zigzag gives each of the {devices} devices of {axes} two chunks: {T} queries and {call['key'].shape[1]} "
-            f"keys on a device are not both even; pad the lengths to multiples of {2 * devices}"
-        )
+    check_chunks(call, axes, devices)
     if devices == 1:
         return run(Call(call.spec.softmax, call.arrays, call.target))
     return with_all_keys(call, axes, run) if method == "all_gather" else by_ring(call, axes, run)

@@ -356,9 +356,9 @@ class Kernel:
             )
             return
         (columns,) = spans
-        place = b, h if self.side == "q" else lax.div(h, jnp.int32(self.dims.G)), i
+        own_place = b, h if self.side == "q" else lax.div(h, jnp.int32(self.dims.G)), i
         for half in range(self.groups):
-            rows, target = pl.ds(self.start(refs, place, half), 64), scratch["bias_smem"].at[slot, half]
+            rows, target = pl.ds(self.start(refs, own_place, half), 64), scratch["bias_smem"].at[slot, half]
             plgpu.copy_gmem_to_smem(ref.at[*at, rows, columns], target, scratch["bias_ready"].at[slot])
 
     def bias(
