@@ -43,6 +43,7 @@ WRONG = {
     # dtypes
     "not-an-array": ({"query": [[1.0]]}, TypeError, "query must be an array, got list"),
     "none": ({"value": None}, TypeError, "value must be an array, got NoneType"),
+    "a-dtype": ({"query": np.float32}, TypeError, "query must be an array, got type"),
     "float64": ({"query": np.ones((2, 6, 4, 8))}, TypeError, "query has dtype float64; supported: float32, bfloat16"),
     "int32": ({"key": ones(2, 10, 2, 8, dtype="int32")}, TypeError, "key has dtype int32; supported: float32"),
     "bool": ({"value": ones(2, 10, 2, 8, dtype=bool)}, TypeError, "value has dtype bool; supported"),
