@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.paged.calls import BUFFER_LAYOUT, decode_call, ragged_decode_call, ragged_decode_layout
 from ejkernel.kernels.paged.operations import DECODE_ATTENTION, RAGGED_DECODE_ATTENTION, attend
+from ejkernel.kernels.paged.spec import shards
 
 
 def decode_attention(
@@ -71,18 +72,8 @@ def decode_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    return attend(
-        DECODE_ATTENTION,
-        call,
-        query.shape,
-        BUFFER_LAYOUT,
-        batched=True,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    split = shards(BUFFER_LAYOUT, mesh, in_specs, out_specs)
+    return attend(DECODE_ATTENTION, call, query.shape, split, batched=True, platform=platform, cfg=cfg)
 
 
 def ragged_decode_attention(
@@ -138,15 +129,5 @@ def ragged_decode_attention(
         logits_soft_cap=logits_soft_cap,
         return_lse=return_lse,
     )
-    return attend(
-        RAGGED_DECODE_ATTENTION,
-        call,
-        query.shape,
-        ragged_decode_layout(query),
-        batched=True,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    split = shards(ragged_decode_layout(query), mesh, in_specs, out_specs)
+    return attend(RAGGED_DECODE_ATTENTION, call, query.shape, split, batched=True, platform=platform, cfg=cfg)

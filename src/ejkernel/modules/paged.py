@@ -14,6 +14,7 @@ from ejkernel.kernels.paged.calls import (
     ragged_page_call,
 )
 from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION, RAGGED_PAGE_ATTENTION, attend
+from ejkernel.kernels.paged.spec import shards
 
 
 def page_attention(
@@ -90,18 +91,8 @@ def page_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    return attend(
-        PAGE_ATTENTION,
-        call,
-        query.shape,
-        batch_layout(query),
-        batched=True,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    split = shards(batch_layout(query), mesh, in_specs, out_specs)
+    return attend(PAGE_ATTENTION, call, query.shape, split, batched=True, platform=platform, cfg=cfg)
 
 
 def ragged_page_attention(
@@ -168,18 +159,8 @@ def ragged_page_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return attend(
-        RAGGED_PAGE_ATTENTION,
-        call,
-        queries.shape,
-        ragged_layout(kv_pages),
-        batched=False,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    split = shards(ragged_layout(kv_pages), mesh, in_specs, out_specs)
+    return attend(RAGGED_PAGE_ATTENTION, call, queries.shape, split, batched=False, platform=platform, cfg=cfg)
 
 
 def prefill_page_attention(
@@ -236,15 +217,5 @@ def prefill_page_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    return attend(
-        PREFILL_PAGE_ATTENTION,
-        call,
-        query.shape,
-        PREFILL_LAYOUT,
-        batched=False,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    split = shards(PREFILL_LAYOUT, mesh, in_specs, out_specs)
+    return attend(PREFILL_PAGE_ATTENTION, call, query.shape, split, batched=False, platform=platform, cfg=cfg)

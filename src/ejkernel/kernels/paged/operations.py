@@ -18,10 +18,8 @@ from ejkernel.kernels.paged.spec import (
     NO_GRADIENT,
     OUTPUTS,
     OUTPUTS_BY_SEQUENCE,
-    Layout,
     dimensions,
     finish,
-    shards,
 )
 from ejkernel.ops import Call, Dims, Operation, Shards, Splits, run
 from ejkernel.ops.operation import Arrays, random_arrays
@@ -180,17 +178,13 @@ def attend(
     operation: Operation,
     call: Call,
     shape: tuple[int, ...],
-    layout: Layout,
+    split: Shards,
     *,
     batched: bool,
     platform: str | None,
     cfg: Any,
-    mesh: Any,
-    in_specs: Any,
-    out_specs: Any,
 ) -> Any:
-    """What the caller asked for, whose query has that shape and whose arrays lie on a mesh as `layout` says."""
-    split = shards(layout, mesh, in_specs, out_specs)
+    """What the caller asked for, whose query has that shape and whose canonical arrays are split like this."""
     if call.spec.stands_in or 0 in shape:
         inputs = {name: dims.axes for name, dims in operation.arrays.items()}
         outputs = {name: Dims(letters).axes for name, letters in operation.outputs.items()}
