@@ -26,9 +26,9 @@ def page_call(
     query = array("query", query, layout, 3, 4, rows="any")
     pages = _two_caches(key_cache, value_cache)
     tokens = query.shape[1] if query.ndim == 4 else 1
+    shape = (query.shape[0] * tokens, *query.shape[-2:])
     # an empty array may be split over devices as no reshape allows
-    empty = jnp.zeros((0, *query.shape[-2:]), query.dtype)
-    flat = query.reshape(-1, *query.shape[-2:]) if query.shape[0] else empty
+    flat = query.reshape(shape) if query.shape[0] else jnp.zeros(shape, query.dtype)
     table = _needed("block_tables", block_tables)
     return canonicalise(flat, pages, context_lens, table, tokens=tokens, names=_CACHES, **options)
 
