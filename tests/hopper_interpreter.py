@@ -38,8 +38,7 @@ CALLS = callback.io_callback_impl  # which the harness replaces, for another int
 from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd_fused, mosaic_gpu_fwd
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
-from harness.checks import Arrays, cotangents_for
-from harness.checks import _settle as settle
+from harness.checks import Arrays, settle
 from harness.poison import hides, poisoned
 from harness.softmax import CASES, Case, definition
 from tolerances import assert_close
@@ -160,9 +159,8 @@ def both(case: Case, cfg: dict[str, Any], arrays: Arrays, cotangents: Arrays) ->
 
 
 def compare(case: Case, cfg: dict[str, Any]) -> None:
-    arrays, meaning = case.arrays(), partial(definition, case)
-    cotangents = cotangents_for(lambda a: meaning(a, jnp.dtype(case.dtype)), arrays, case.dtype)
-    exact, naive, _ = settle(meaning, arrays, cotangents, case.dtype, "")
+    arrays = case.arrays()
+    cotangents, exact, naive, _ = settle(partial(definition, case), arrays, case.dtype)
     for how in ("", "poisoned: ") if hides(case) else ("",):
         ours = both(case, cfg, poisoned(case, arrays) if how else arrays, cotangents)
         for kind, got, right, rough in zip(("output", "gradient of"), ours, exact, naive, strict=True):

@@ -80,8 +80,9 @@ def by_case(cases: Iterable[Any], for_gpus: Container[Any] = ()) -> Any:
 
 
 class Settled(NamedTuple):
-    """What a definition gives: outputs and gradients in float32, in the dtype itself, and nudged."""
+    """What a definition gives for these cotangents: outputs and gradients in float32, in the dtype, and nudged."""
 
+    cotangents: Arrays
     exact: tuple[Arrays, Arrays]
     naive: tuple[Arrays | None, Arrays | None]
     nudged: list[tuple[Arrays, Arrays]]
@@ -91,7 +92,8 @@ class Settled(NamedTuple):
 _SETTLED: dict[str, Settled] = {}
 
 
-def _settle(definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, cotangents: Arrays, dtype: Any, rounded: str):
+def settle(definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, dtype: Any, rounded: str = "") -> Settled:
+    cotangents = cotangents_for(lambda a: definition(a, jnp.dtype(dtype)), arrays, dtype)
     widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     in_float32 = on_host(lambda a: definition(a, jnp.float32))
     naive = (None, None)
@@ -99,7 +101,7 @@ def _settle(definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, cotange
         naive = on_host(lambda a: definition(a, jnp.dtype(dtype)))(arrays, cotangents)
     nudges = NUDGES if rounded else []
     nudged = [in_float32(widened | {rounded: widened[rounded] * by}, cotangents) for by in nudges]
-    return Settled(in_float32(widened, cotangents), naive, nudged)
+    return Settled(cotangents, in_float32(widened, cotangents), naive, nudged)
 
 
 def check(
@@ -128,13 +130,12 @@ def check(
     Checks of one `name` share what the definition gives.
     """
     arrays = dict(arrays)
-    cotangents = cotangents_for(lambda a: definition(a, jnp.dtype(dtype)), arrays, dtype)
-    settled = _SETTLED.get(name or "") or _settle(definition, arrays, cotangents, dtype, rounded)
+    settled = _SETTLED.get(name or "") or settle(definition, arrays, dtype, rounded)
     if name is not None:
         _SETTLED[name] = settled
     options = AS_USERS_COMPILE if optimised and jax.default_backend() == "cpu" else None
     program = with_gradients(function, options)
-    exact, naive, nudged = settled
+    cotangents, exact, naive, nudged = settled
     given = {} if poison is None else {"poisoned: ": poison(arrays)}
     if not given or not poison_only:
         given[""] = arrays

@@ -212,7 +212,7 @@ CASES = (*LENGTHS, *GATED, *STRONG, *STATES, *SIZES, *DTYPES, *PACKINGS)
 
 # what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
 CORE_IDS = (
-    "T1", "T5-all-reverse", "T63-head", "T130-all", "token-mixed", "channel-mixed", "channel-resets", "all-strong",
+    "T1", "T63-head", "T130-all", "token-mixed", "channel-mixed", "channel-resets", "all-strong",
     "no-state", "plain-reverse", "D40-Dv24", "D128-bfloat16", "token-float16", "packed-token-state",
     "packed-all-reverse", "packed-nothing",
 )  # fmt: skip

@@ -38,7 +38,7 @@ def reports(arch, H, D, dtype="bfloat16", block_size=64):
         ("sm_90", 16, 128, "bfloat16"),
         ("sm_90", 4, 128, "bfloat16"),
         pytest.param("sm_86", 1, 256, "bfloat16", marks=pytest.mark.cuda_aot_more),
-        ("sm_86", 16, 256, "float32"),
+        pytest.param("sm_86", 16, 256, "float32", marks=pytest.mark.cuda_aot_more),
     ],
 )
 def test_fits(arch, H, D, dtype):

@@ -18,10 +18,6 @@ from ejkernel.ops.target import describe_device
 pytestmark = pytest.mark.tpu_aot
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-# the least memory and the newest; `make tpu-aot` takes all
-on_chips = pytest.mark.parametrize(
-    "chip", [pytest.param(c, marks=[pytest.mark.tpu_aot_more] if c in ("v5e", "v5p") else []) for c in CHIPS]
-)
 KEYS = 8192  # that a row of the table holds
 
 
@@ -80,8 +76,11 @@ ONE_CHIP = {
     "prefill-float32": prefill(T=512, dtype="float32"),
     "contiguous-one-key-head": contiguous(Hkv=1),
 }
-# each takes up to half a minute, and its dtypes and dimensions meet others above
-SLOW = ("e5m2-D256", "e5m2-mixed", "mixed-float32-e4m3", "prefill-float32")
+# each takes up to half a minute; its dtypes and dimensions meet others here, its tokens those of `test_options`
+SLOW = (
+    "e5m2-D256", "e5m2-mixed", "mixed-float32-e4m3", "prefill-float32", "four-tokens", "one-key-head-int8",
+    "contiguous-one-key-head", "D64-mixed",
+)  # fmt: skip
 # arrays whose last dimension does not fill lanes lie in another order unless they are made with this one
 ROW_MAJOR = {
     "D64": decode(D=64),
@@ -132,20 +131,31 @@ def moved(text, cache):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-@on_chips
+MORE = pytest.mark.tpu_aot_more
+# one case on the newest, the others where memory is least; `make tpu-aot` takes all
+ON_NEWEST = ("decode-page-64",)
+
+
+def on_chip(chip, case):
+    quick = chip == "v4" or (chip == "v6e" and case in ON_NEWEST)
+    return pytest.param(chip, case, marks=[] if quick else [MORE])
+
+
+def quickly(cases):
+    return pytest.mark.parametrize("case", [pytest.param(name, marks=[MORE] * (name in SLOW)) for name in cases])
+
+
+@pytest.mark.parametrize(("chip", "case"), [on_chip(chip, case) for chip in CHIPS for case in CASES])
 def test_fits_and_leaves_the_cache_in_place(chip, case, tpu_devices):
     check(tpu_devices(CHIPS[chip])[0], *CASES[case])
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.tpu_aot_more] if name in SLOW else []) for name in ONE_CHIP]
-)
+@quickly(ONE_CHIP)
 def test_other_shapes(case, tpu_devices):
     check(tpu_devices(CHIPS["v5e"])[0], *ONE_CHIP[case])
 
 
-@pytest.mark.parametrize("case", ROW_MAJOR)
+@quickly(ROW_MAJOR)
 def test_other_head_dims_in_row_major_order(case, tpu_devices):
     check(tpu_devices(CHIPS["v5e"])[0], *ROW_MAJOR[case], row_major=True)
 

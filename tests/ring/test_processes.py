@@ -58,8 +58,8 @@ def free_port() -> int:
 
 
 def test_ring_over_processes(xla_flags):
-    """Forward and backward."""
-    processes = 4
+    """Forward and backward, over two devices of each process."""
+    processes = 2
     flags = [flag for flag in xla_flags.split() if "device_count" not in flag]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     arguments = [sys.executable, "-c", PROGRAM, str(free_port()), str(processes)]

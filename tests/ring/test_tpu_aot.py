@@ -91,6 +91,7 @@ def test_a_ring_of_256_chips(tpu_devices):
     assert memory.temp_size_in_bytes <= 2 * queries + queries + 2 * (1 + 2) * part.key_bytes
 
 
+@pytest.mark.tpu_aot_more  # tests/softmax/test_tpu_aot.py splits over four chips too
 def test_batch_and_heads_of_an_ambient_mesh(tpu_devices):
     """Each chip's kernels get its own batch rows and heads, and nothing is exchanged."""
     mesh = Mesh(np.asarray(tpu_devices("v5e:2x2")).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

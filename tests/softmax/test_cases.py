@@ -9,7 +9,7 @@ from harness import by_case, check
 from harness.poison import hides, poisoned
 from harness.softmax import CASES, CORE, CORE_IDS, FOR_GPUS, WIDE_ON_CPUS, Case, call_case, definition, runs
 
-AS_USERS_COMPILE = ("bfloat16-gqa-causal", "packed-cross-causal", "segments-bias-sinks-soft-cap-dropout")
+AS_USERS_COMPILE = ("packed-cross-causal", "segments-bias-sinks-soft-cap-dropout")
 
 
 def check_case(case: Case, platform, *, optimised: bool = False) -> None:

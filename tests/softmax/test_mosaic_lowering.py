@@ -94,8 +94,11 @@ def arguments(D, T=256, H=4, Hkv=2, Dv=0, segments=False, sinks=False, pattern=0
     return (q, k, v), options
 
 
-# each is in another case too
-PARTS = ("D64", "D192", "D64-bias", "D64-dropout")
+# each is in other cases too
+PARTS = (
+    "D64", "D192", "D64-bias", "D64-dropout", "D256-causal", "D96-pattern-128-window", "D128-mask-of-keys-causal",
+    "D128-pattern-64-segments", "D64-bias-of-keys-float32",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

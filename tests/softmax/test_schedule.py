@@ -1,5 +1,11 @@
-"""The block schedule against a map of blocks made from the whole mask."""
+"""The block schedule against a map of blocks made from the whole mask.
 
+Drawn calls are planned on the host, as known masks are, and one of each kind in a program, as others are.
+"""
+
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,12 +70,13 @@ def tiled(seen, block_q, block_k):
 
 def check(call, block_q, block_k, *, exact=False):
     """Every visible pair is visited, and what is visited unmasked is all visible; the number of visits."""
+    call = replace(call, arrays={name: np.asarray(x) for name, x in call.arrays.items()})
     _, T, H, _ = call["query"].shape
     S = call["key"].shape[1]
     mask = np.broadcast_to(visible(call), (B, H, T, S))
     count = {}
     for side in ("q", "k"):
-        rows = rows_of(plan(call, block_q, block_k, side), H)
+        rows = rows_of(plan(call, block_q, block_k, side, np), H)
         count[side] = 0
         for b, h in np.ndindex(B, H):
             some, every, whole_q, whole_k = tiled(mask[b, h], block_q, block_k)
@@ -108,7 +115,7 @@ def test_causal_offsets(sizes, blocks, offset):
 
 def ids(rng, length, ordered):
     drawn = rng.integers(-1, 3, (B, length))
-    return jnp.asarray(np.sort(drawn, axis=1)[:, ::-1] if ordered else drawn, jnp.int32)
+    return (np.sort(drawn, axis=1)[:, ::-1] if ordered else drawn).astype(np.int32)
 
 
 @given(lengths, tiles, seeds, st.booleans(), st.booleans(), windows)
@@ -124,21 +131,21 @@ def test_segments(sizes, blocks, seed, ordered, causal, window):
 def test_packed_documents_are_visited_exactly(blocks, seed):
     T = 21
     cuts = np.sort(np.random.default_rng(seed).integers(0, T, 3))
-    mask = MaskInfo.from_cu_seqlens(jnp.asarray([0, *cuts], jnp.int32), max_q_len=T)
+    mask = MaskInfo.from_cu_seqlens(np.array([0, *cuts], np.int32), max_q_len=T)
     check(call_of(T, T, mask_info=mask), *blocks, exact=True)
 
 
 @given(lengths, tiles, st.integers(0, 21), st.integers(0, 21), st.booleans())
 def test_lengths(sizes, blocks, first, second, causal):
     q, k = ([min(first, n), min(second, n)] for n in sizes)
-    mask = MaskInfo.from_lengths(jnp.asarray(q), jnp.asarray(k), q_len=sizes[0], kv_len=sizes[1])
+    mask = MaskInfo.from_lengths(q, k, q_len=sizes[0], kv_len=sizes[1])
     check(call_of(*sizes, mask_info=mask, causal=causal), *blocks, exact=not causal)
 
 
 @given(lengths, tiles, seeds, st.booleans(), windows, st.sampled_from([None, 4, 7]))
 def test_positions(sizes, blocks, seed, causal, window, chunk):
     rng = np.random.default_rng(seed)
-    q, k = (jnp.asarray(rng.integers(0, 25, (B, n)), jnp.int32) for n in sizes)
+    q, k = (rng.integers(0, 25, (B, n), np.int32) for n in sizes)
     mask = MaskInfo.from_segments(ids(rng, sizes[0], True), ids(rng, sizes[1], True), q, k)
     mask = mask if chunk is None else mask.apply_chunked(chunk)
     check(call_of(*sizes, mask_info=mask, causal=causal, sliding_window=window), *blocks)
@@ -146,7 +153,7 @@ def test_positions(sizes, blocks, seed, causal, window, chunk):
 
 @given(lengths, tiles, seeds, st.sampled_from([(1, 1), (B, 1), (1, H), (B, H)]), st.floats(0, 1), st.booleans())
 def test_dense_masks(sizes, blocks, seed, lead, share, causal):
-    mask = MaskInfo.from_attention_mask(jnp.asarray(np.random.default_rng(seed).random((*lead, *sizes)) < share))
+    mask = MaskInfo.from_attention_mask(np.random.default_rng(seed).random((*lead, *sizes)) < share)
     call = call_of(*sizes, mask_info=mask, causal=causal)
     assert isinstance(plan(call, *blocks, "q"), Lists)
     check(call, *blocks, exact=not causal)
@@ -165,10 +172,47 @@ def test_patterns(sizes, blocks, seed, size, per_head, causal, window):
 def test_all_together(sizes, blocks, seed, causal):
     rng = np.random.default_rng(seed)
     mask = MaskInfo.from_segments(ids(rng, sizes[0], False), ids(rng, sizes[1], True))
-    mask &= MaskInfo.from_attention_mask(jnp.asarray(rng.random((B, H, *sizes)) < 0.7))
+    mask &= MaskInfo.from_attention_mask(rng.random((B, H, *sizes)) < 0.7)
     pattern = rng.random((-(-sizes[0] // 4), -(-sizes[1] // 4))) < 0.7
     mask &= MaskInfo.from_block_pattern(BlockPattern.from_dense(pattern, block_size=4), q_len=sizes[0], kv_len=sizes[1])
     check(call_of(*sizes, mask_info=mask, causal=causal), *blocks)
+
+
+def _with_positions(T, S):
+    rng = np.random.default_rng(0)
+    q, k = (rng.integers(0, 25, (B, n), np.int32) for n in (T, S))
+    return MaskInfo.from_segments(ids(rng, T, True), ids(rng, S, True), q, k)
+
+
+def _pattern(T, S):
+    cells = np.random.default_rng(0).random((H, -(-T // 4), -(-S // 8))) < 0.5
+    return MaskInfo.from_block_pattern(BlockPattern.from_dense(cells, block_size=(4, 8)), q_len=T, kv_len=S)
+
+
+def _dense(T, S):
+    return MaskInfo.from_attention_mask(np.random.default_rng(0).random((B, 1, T, S)) < 0.5)
+
+
+KINDS = {
+    "segments": lambda T, S: {
+        "mask_info": MaskInfo.from_segments(*(ids(np.random.default_rng(0), n, True) for n in (T, S)))
+    },
+    "positions": lambda T, S: {"mask_info": _with_positions(T, S).apply_chunked(7), "causal": True},
+    "lengths": lambda T, S: {"mask_info": MaskInfo.from_lengths([5, T], [S, 3], q_len=T, kv_len=S), "causal": True},
+    "dense": lambda T, S: {"mask_info": _dense(T, S), "causal": True},
+    "pattern": lambda T, S: {"mask_info": _pattern(T, S), "sliding_window": (6, 2)},
+    "all": lambda T, S: {"mask_info": _with_positions(T, S) & _pattern(T, S) & _dense(T, S), "causal": True},
+}
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_plans_what_the_host_does(kind, side):
+    (T, S), tile = LENGTHS[0], TILES[1]
+    call = call_of(T, S, **KINDS[kind](T, S))
+    known = replace(call, arrays={name: np.asarray(x) for name, x in call.arrays.items()})
+    found = jax.jit(lambda arrays: plan(replace(call, arrays=arrays), *tile, side))(call.arrays)
+    assert rows_of(found, H) == rows_of(plan(known, *tile, side, np), H)
 
 
 # Blocks of keys that are put together from pieces -------------------------------------------------------------
