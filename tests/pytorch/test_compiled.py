@@ -22,13 +22,14 @@ def samples():
     module = attention()
     lengths = [torch.zeros(1, 20, dtype=torch.int32)] * 2 + [torch.arange(20, dtype=torch.int32)[None]] * 2
     return module, {
+        "plain": (q, k, v, None, None, None, None, None, 0.25, None, 0, None, "", 0, 0),
         "pattern": (q, k, v, None, None, None, None, None, 0.25, None, 0, None, module.pattern.key, 0, 0),
         "everything": (q, k, v, torch.zeros(2, requires_grad=True), *lengths, 0.25, -9, 0, 5.0, "", 16, 16),
     }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("sample", ["pattern", "everything"])
+@pytest.mark.parametrize("sample", ["plain", "pattern", "everything"])
 def test_the_op_keeps_its_word(sample):
     module, given = samples()
     torch.library.opcheck(torch.ops.ejkernel.attention.default, given[sample])
