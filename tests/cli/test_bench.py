@@ -33,6 +33,7 @@ from ejkernel.kernels.softmax.about import cases as softmax_cases
 from ejkernel.kernels.softmax.about.cases import Case
 from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, explain, interpret
+from ejkernel.ops.target import assumed, named_target
 from ejkernel.ops.tuned_files import user_file
 from process_tasks import die, halves, sleep
 
@@ -453,6 +454,16 @@ def test_times_of_one_head_dim_are_not_those_of_another():
     cases = {case.D: case for case in BENCHMARK.cases("gpu", False) if (case.T, case.mask) == (2048, "causal")}
     buckets = {D: bucket_of(SOFTMAX, "flash_attention", case) for D, case in cases.items()}
     assert {64, 80, 128, 256} <= set(buckets) and all(f"-D{D}-V{D}-" in name for D, name in buckets.items())
+
+
+def test_times_are_kept_where_a_call_on_the_device_looks_for_them():
+    """A GPU keeps lengths that are no multiple of eight apart."""
+    case = next(case for case in BENCHMARK.cases("gpu", False) if case.T == 197)
+    with assumed(named_target("h200")):
+        bucket = bucket_of(SOFTMAX, "flash_attention", case)
+    told = explain(lambda arrays: flash_attention(**case.arguments(arrays)), case.structs(), device="h200")
+    assert f"measured for {bucket}:" in told.reason
+    assert bucket != bucket_of(SOFTMAX, "flash_attention", case)
 
 
 def test_flops_count_the_pairs_that_are_seen():

@@ -18,6 +18,7 @@ from ejkernel.about.benchmark import (
 )
 from ejkernel.about.family import Family
 from ejkernel.ops import Explanation, explain, get_operation
+from ejkernel.ops.dispatch import settled
 
 
 def benchmark_of(family: Family) -> Benchmark:
@@ -47,14 +48,14 @@ def explained(family: Family, operation: str, case: Case, platform: str | None) 
 
 
 def bucket_of(family: Family, operation: str, case: Case) -> str | None:
-    """The shape bucket of a case, where it is one call."""
+    """The shape bucket of a case on this machine, where it is one call."""
     found: list[str] = []
     canonicalise = family.functions[operation].canonicalise
     if canonicalise is None:
         return None
 
     def call(arrays: Arrays) -> None:
-        found.append(get_operation(operation).bucket(canonicalise(**case.arguments(arrays))))
+        found.append(get_operation(operation).bucket(settled(canonicalise(**case.arguments(arrays)))))
 
     jax.eval_shape(call, case.structs())
     return found[0]
