@@ -85,6 +85,10 @@ def test_rooms_import_one_another_one_way():
     assert rooms()["checks"] == rooms()["families"] == set() and rooms()["ops"] <= {"checks", "families"}
 
 
+def test_files_import_one_another_one_way():
+    order(graph())
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import modules
+from ejkernel.kernels.paged import ragged
 from ejkernel.types import BlockPattern, MaskInfo
 from harness.checks import normal
 
@@ -36,6 +37,13 @@ RAGGED = {
 PREFILL = {**QUERY, **CACHES, "context_len": np.int32(5), "page_indices": TABLES[0]}
 BUFFERS = {"key_buffer": (8, Hkv, D), "value_buffer": (8, Hkv, D), "req_to_tokens": TABLES, "seq_lens": LENS}
 CONTIGUOUS = {"key": (3, T, Hkv, D), "value": (3, T, Hkv, D), "sequence_start": LENS // 2, "sequence_end": LENS}
+PARTS = {
+    "q": (3, H, D),
+    "k": (3, T, D),
+    "v": (3, T, D),
+    "lengths": LENS,
+    "starts": LENS - np.array([4, 0, 1], np.int32),
+}
 TOKENS = {"key": (3, Hkv, D), "value": (3, Hkv, D), "slots": np.array([5, -1, 0], np.int32)}
 
 
@@ -167,6 +175,8 @@ SAMPLES = {
     "prefill-page": served(modules.prefill_page_attention, PREFILL, return_lse=True),
     "decode": served(modules.decode_attention, QUERY | BUFFERS, page_size=L, return_lse=True),
     "ragged-decode": served(modules.ragged_decode_attention, QUERY | CONTIGUOUS, return_lse=True),
+    "parts": served(ragged.ragged_mqa, PARTS),
+    "parts-defined": served(ragged.reference_mqa, PARTS),
     "cascade": served(modules.cascade_attention, PAGED | {"prefix_len": np.int32(2)}, return_lse=True),
     "write": served(modules.write_kv_pages, CACHES | TOKENS | {"k_scale": np.float32(2.0)}),
     "write-interleaved": served(modules.write_interleaved_kv_pages, {"kv_pages": RAGGED["kv_pages"], **TOKENS}),

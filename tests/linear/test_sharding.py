@@ -155,5 +155,5 @@ def test_tokens_are_never_gathered():
 
 def test_what_cannot_be_split():
     q, k, v = (floats()[name] for name in ("query", "key", "value"))
-    with pytest.raises(ValueError, match=r"split dimension D over .* can only be split over B, H, T"):
+    with pytest.raises(ValueError, match=r"split dimension D of size .* can only be split over B, H, T"):
         recurrent_attention(q, k, v, mesh=mesh_of(AxisType.Auto), in_specs=(P(None, None, None, "tp"),) * 3)

@@ -242,6 +242,15 @@ def test_a_forced_platform_gives_every_reason():
         flash_attention(Q, Q, Q, platform="pallas")
 
 
+def test_a_forced_platform_whose_package_is_missing_gives_every_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fa4_jax", None)
+    device, package, *others = explain(flash_attention, Q, Q, Q, logits_soft_cap=3.0, platform="cute").refusals["cute"]
+    assert "needs an NVIDIA GPU" in device and "the package fa4_jax is not installed" in package
+    assert {"dtype float32: only bfloat16 and float16", "soft cap"} <= set(others)
+    told = explain(flash_attention, Q, Q, Q, logits_soft_cap=3.0, platform="cute", device="h200").refusals["cute"]
+    assert told == [package, *others]
+
+
 def test_explain_of_a_function_that_makes_two_calls():
     cache, lens, table = jnp.ones((8, 16, 2, 64)), jnp.array([40, 35]), jnp.array([[3, 1, 2], [3, 1, 7]])
     told = explain(cascade_attention, jnp.ones((2, 4, 64)), cache, cache, lens, table, 32)

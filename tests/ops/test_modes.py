@@ -68,7 +68,8 @@ def assert_same(results: list[jax.Array], expected: list[jax.Array]) -> None:
 
 
 def test_every_operation_is_here():
-    assert {sample.function.__name__ for sample in SAMPLES.values()} == {*modules.__all__, attention_mask.__name__}
+    others = {attention_mask.__name__, "ragged_mqa", "reference_mqa"}
+    assert {sample.function.__name__ for sample in SAMPLES.values()} == {*modules.__all__, *others}
 
 
 def check_strictly(name: str, platform: Platform) -> None:

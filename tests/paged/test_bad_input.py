@@ -126,6 +126,7 @@ WRONG = {
     "end": ("whole", {"sequence_end": np.array([6, 4])}, ValueError, r"to 5, what the cache holds.*\(row 0: 6\)"),
     "start": ("whole", {"sequence_start": np.array([-1, 4])}, ValueError, r"sequence_start .* 0 to 5 \(row 0: -1\)"),
     # options
+    "scale-bool": ("page", {"softmax_scale": True}, TypeError, "softmax_scale must be a number, got True"),
     "scale": ("page", {"softmax_scale": "big"}, TypeError, "softmax_scale must be a number, got 'big'"),
     "cap": ("page", {"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),
     "window": ("page", {"sliding_window": -1}, ValueError, "sliding_window=-1 must not be negative"),
@@ -141,6 +142,7 @@ WRONG = {
     "cfg-value": ("page", {"platform": "xla", "cfg": {"block_k": 0}}, ValueError, "block_k=0 must be an int from 1 on"),
     # writes
     "slot": ("write", {"slots": np.array([0, 24, 1])}, ValueError, r"slots must be below 24.*\(row 1: 24\)"),
+    "slot-twice": ("write", {"slots": np.array([3, -1, 3])}, ValueError, r"slots must not come twice \(row 0: 3\)"),
     "slots-float": ("write", {"slots": np.array([0.0])}, TypeError, "slots must hold integers"),
     "rows": ("write", {"key": ones(2, 2, 8)}, ValueError, r"key \(2, 2, 8\) must be .* \(3, 2, 8\)"),
     "write-dtype": ("write", {"key": ones(3, 2, 8, dtype="int8")}, TypeError, "key has dtype int8"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import checkify
 
 from ejkernel.kernels.paged.calls import page_call, ragged_page_call
 from ejkernel.kernels.paged.reference import reference
@@ -245,3 +246,22 @@ def test_cascade_refuses_a_prefix_beyond_the_table():
     query, rows = normal("query", (2, H, D)), np.asarray(table(2, 6))
     with pytest.raises(ValueError, match=r"prefix_len must be from 0 to 48.*49"):
         cascade_attention(query, key, value, np.array([48, 40]), rows, 49)
+
+
+def test_cascade_refuses_rows_that_begin_otherwise(monkeypatch):
+    """Host values always, those on a device when asked; beyond the prefix, and in empty rows, pages are anything."""
+    key, value = cache()
+    query, lens = normal("query", (3, H, D)), np.array([0, 48, 40])
+    rows = np.array([[9, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [1, 2, 3, 8, 9, 10]])
+    expected = page_attention(query, key, value, lens, rows)
+    assert_close({"out": cascade_attention(query, key, value, lens, rows, 24)}, {"out": expected})
+    with pytest.raises(ValueError, match=r"the same pages in every row for the first prefix_len keys \(row 2: 8\)"):
+        cascade_attention(query, key, value, lens, rows, 25)
+    on_device = query, key, value, jnp.asarray(lens), jnp.asarray(rows)
+    assert cascade_attention(*on_device, 25).shape == query.shape
+    monkeypatch.setenv("EJKERNEL_CHECKS", "1")
+    with pytest.raises(ValueError, match=r"prefix_len keys \(row 2: 8\)"):
+        cascade_attention(*on_device, 25)
+    checked, _ = checkify.checkify(jax.jit(cascade_attention))(*on_device, 25)
+    with pytest.raises(checkify.JaxRuntimeError, match=r"prefix_len keys \(row 2\)"):
+        checked.throw()

@@ -98,7 +98,9 @@ def test_over_explicit_axes():
 
 def test_packed_queries_do_not_split_pages():
     pages = normal("pages", (PAGES, L, 2 * HKV, D))
-    with pytest.raises(ValueError, match=r"split dimension P over .*page_attention and decode_attention split pages"):
+    with pytest.raises(
+        ValueError, match=r"split dimension P of size .*page_attention and decode_attention split pages"
+    ):
         ragged_page_attention(
             normal("query", (8, H, D)), pages, LENS, TABLE, jnp.array([0, 1, 1, 3, 8]), 4,
             mesh=mesh_of(), in_specs=(P(), P("cache")),

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.kernels.paged.calls import parted_specs
 from ejkernel.modules import (
     decode_attention,
     page_attention,
@@ -142,6 +143,22 @@ def test_ragged_heads(mesh):
     assert_close({"out": split}, {"out": jax.jit(ragged_page_attention)(query, pages, *others)})
     with pytest.raises(ValueError, match=r"dimension Hkv of size 2 does not divide over \('tp',\) of 4 devices"):
         ragged_page_attention(query, pages[:, :, :4], *others, mesh=mesh, in_specs=(P(None, "tp"), HEADS))
+
+
+def test_ragged_heads_of_two_caches(mesh):
+    """The specs of the pair are a pair, one for both, or follow one another."""
+    query, pages = normal("query", (10, H, D)), tuple(normal(name, (PAGES, L, HKV, D)) for name in ("key", "value"))
+    others = LENS.at[1].set(9), TABLE, jnp.array([0, 1, 9, 9, 10]), 4
+    expected = jax.jit(ragged_page_attention)(query, pages, *others)
+    queries = P(None, "tp")
+    named = {"queries": queries, "key_pages": HEADS, "value_pages": HEADS}
+    for specs in ({"queries": queries, "kv_pages": HEADS}, {"queries": queries, "kv_pages": (HEADS, HEADS)}):
+        assert parted_specs(pages, specs) == named
+    for specs in ((queries, (HEADS, HEADS)), named):
+        out = ragged_page_attention(query, pages, *others, mesh=mesh, in_specs=specs)
+        assert_close({"out": out}, {"out": expected})
+    with pytest.raises(TypeError, match="the spec of queries is 'tp': it must be one PartitionSpec"):
+        ragged_page_attention(query, pages, *others, mesh=mesh, in_specs=("tp",))
 
 
 def test_contiguous_caches_split_along(mesh):

@@ -304,7 +304,7 @@ ERRORS = {
     "length": ({"mesh": 7}, ValueError, r"dimension T of size 64 does not divide over \('sp',\) of 7 devices.*pad"),
     "heads": ({"mesh": 8, "method": "all_to_all", "heads": 4}, ValueError, "query heads H=4 and key heads Hkv=2 do"),
     "other-specs": ({"mesh": 8, "in_specs": (P("sp"),) * 3}, ValueError, "dimension B of size 2 does not divide"),
-    "head-dim": ({"mesh": 8, "in_specs": (P(None, None, None, "sp"),) * 3}, ValueError, "split dimension D over"),
+    "head-dim": ({"mesh": 8, "in_specs": (P(None, None, None, "sp"),) * 3}, ValueError, "split dimension D of size"),
     "zigzag": ({"mesh": 8, "layout": "zigzag", "length": 24}, ValueError, r"two chunks: 3 queries .* multiples of 16"),
 }  # fmt: skip
 

@@ -140,7 +140,8 @@ def test_implementations_are_platforms():
     assert explain(dot_product_attention, Q, KEY, VALUE, implementation="xla").reason == "forced by platform="
     assert explain(dot_product_attention, Q, KEY, VALUE, platform="xla").reason == "forced by platform="
     assert explain(dot_product_attention, Q, KEY, VALUE).platform == "xla"
-    with pytest.raises(NotImplementedError, match="platform 'cudnn' cannot do this call"):
+    assert explain(dot_product_attention, Q, KEY, VALUE).operation == "dot_product_attention"
+    with pytest.raises(NotImplementedError, match="dot_product_attention: platform 'cudnn' cannot do this call"):
         dot_product_attention(Q, KEY, VALUE, implementation="cudnn")
 
 

@@ -66,6 +66,7 @@ def test_compilers_may_not_take_the_rounding_out():
         ("float32", None, None, "HIGHEST"),
         ("float32", None, "tensorfloat32", "HIGH"),
         ("float32", "default", None, "DEFAULT"),
+        ("float32", (jax.lax.Precision.HIGH,) * 2, None, "HIGH"),
         ("bfloat16", None, None, "DEFAULT"),
     ],
 )

@@ -1,6 +1,6 @@
 """Many devices give what one gives: `mesh=`, and inside a user's own shard_map."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +154,7 @@ def test_vmap_over_a_split_axis(explicit, inner):
 
 def test_types_that_do_not_fit(explicit):
     q, k, v = placed(explicit, qkv(), P(None, "tp")).values()
-    with pytest.raises(ValueError, match=r"shardings of the arrays split dimension T over .*ring_attention"):
+    with pytest.raises(ValueError, match=r"shardings of the arrays split dimension T of size 20 over .*ring_attention"):
         flash_attention(q, k, v)
     q, k, v = (placed(explicit, qkv(), P("dp")) | placed(explicit, {"key": k}, P("tp"))).values()
     with pytest.raises(ValueError, match=r"shardings of the arrays disagree on dimension B: \('dp',\) and \('tp',\)"):
@@ -316,14 +316,16 @@ def test_arrays_that_jit_splits(mesh):
 
 
 ERRORS = {
-    "length": ((P(None, "tp"),) * 3, ValueError, "split dimension T over .*ring_attention splits lengths"),
-    "head-dim": ((P(None, None, None, "tp"),) * 3, ValueError, "split dimension D over"),
+    "length": ((P(None, "tp"),) * 3, ValueError, "split dimension T of size .* over .*ring_attention splits lengths"),
+    "head-dim": ((P(None, None, None, "tp"),) * 3, ValueError, "split dimension D of size"),
     "heads-apart": ((P("dp"), BATCH_AND_HEADS, BATCH_AND_HEADS), ValueError, "would need parts of Hkv"),
     "disagree": ((P("dp"), P("tp"), P("dp")), ValueError, "in_specs disagree on dimension B"),
     "unknown-axis": ((P("pp"),) * 3, ValueError, "mesh axis 'pp'; the mesh has"),
     "too-many": ((P(),) * 4, ValueError, "in_specs has 4 entries for 3 arrays"),
     "too-long": ((P(None, None, None, None, "dp"),) * 3, ValueError, "in_specs of query is .* dimensions"),
     "unknown-array": ({"querry": P()}, ValueError, "unknown arrays .*'querry'.* known: .*'query'"),
+    "callers-names": ({"sinks": P()}, ValueError, "unknown arrays .*'sinks'.* known: .*'softmax_aux'"),
+    "no-spec": ((P("dp"), "dp", P("dp")), TypeError, "in_specs of key is 'dp': it must be one PartitionSpec"),
     "one-spec": (P("dp"), TypeError, "must be one PartitionSpec per leading array"),
 }  # fmt: skip
 
@@ -333,6 +335,13 @@ def test_specs_that_do_not_fit(name, mesh):
     specs, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         flash_attention(*qkv().values(), mesh=mesh, in_specs=specs)
+
+
+def test_specs_by_the_callers_names(mesh):
+    """Sinks are `softmax_aux` to who calls."""
+    call = partial(flash_attention, *qkv().values(), softmax_aux=normal("sinks", (H,)), cfg=TILES)
+    out = call(mesh=mesh, in_specs={"query": P("dp", None, "tp"), "softmax_aux": P(None, "tp")})
+    assert_close({"out": out}, {"out": call()})
 
 
 def test_sizes_that_do_not_divide(mesh):

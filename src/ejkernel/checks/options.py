@@ -16,7 +16,9 @@ def number(name: str, x: Any) -> float:
     try:
         value = float(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {x!r}") from None
+        value = None
+    if value is None or isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be a number, got {x!r}")
     if not math.isfinite(value):
         raise ValueError(f"{name}={value} must be finite")
     return value

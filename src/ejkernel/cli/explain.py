@@ -9,6 +9,7 @@ from rich.markup import escape
 from ejkernel.cli import screen
 from ejkernel.cli.families import family_of
 from ejkernel.cli.sizes import described
+from ejkernel.ops.platforms import PLATFORMS
 from ejkernel.ops.target import NAMED
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ OperationName = Annotated[str, typer.Argument(help="`ejkernel info` lists them."
 def explain(
     operation: OperationName,
     sizes: dict[str, Any],
-    platform: Annotated[str | None, typer.Option(help="Force xla, triton, pallas or cudnn.")] = None,
+    platform: Annotated[str | None, typer.Option(help=f"Force one of {', '.join(PLATFORMS)}.")] = None,
     device: Annotated[str | None, typer.Option(help=f"Instead of the one here: {', '.join(NAMED)}.")] = None,
 ) -> None:
     """Say what a call would run here, or on another device: platform, config, and why not the other platforms."""
@@ -37,8 +38,6 @@ def explain(
 
 
 def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
-    from ejkernel.ops import PLATFORMS
-
     if answer.platform is None:
         asked = f"platform {forced!r} cannot do this call" if forced not in (None, "auto") else "no platform can do it"
         console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: [red]{asked}[/]")

@@ -13,6 +13,7 @@ from ejkernel.checks.names import unknown
 from ejkernel.cli import screen
 from ejkernel.cli.families import families, family_of
 from ejkernel.cli.sizes import described
+from ejkernel.ops.platforms import PLATFORMS
 
 if TYPE_CHECKING:
     from ejkernel.ops import Explanation
@@ -40,7 +41,7 @@ def tune(
     what: Annotated[str, typer.Argument(help="An operation or a family; `ejkernel info` lists operations.")],
     sizes: dict[str, Any],
     platform: Annotated[
-        list[str] | None, typer.Option(help="Only xla, triton, pallas or cudnn; again for more. Default: all that can.")
+        list[str] | None, typer.Option(help=f"Only {', '.join(PLATFORMS)}: one, or again for more.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also what your tuned file has.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
@@ -50,7 +51,6 @@ def tune(
     For one call of the sizes given, or for the cases that `ejkernel bench` measures. What the file has is not measured
     again, so that a run may be stopped and gone on with.
     """
-    from ejkernel.ops import PLATFORMS
     from ejkernel.ops.target import target_of
     from ejkernel.ops.tuned_files import unsaved, user_file
 

@@ -37,7 +37,8 @@ def cascade_attention(
     Args:
         query: `(B, H, D)` or `(B, T, H, D)`, as in `page_attention`; so are the caches and all options.
         context_lens: `(B,)`, keys of each sequence, prefix and queries included; an empty one gives zeros.
-        block_tables: `(B, W)`; the pages of the first `prefix_len` keys must be the same in every row not empty.
+        block_tables: `(B, W)`; the pages of the first `prefix_len` keys must be the same in every row not empty:
+            checked where all of lengths and table are on the host, or with `EJKERNEL_CHECKS=1`.
         prefix_len: a number, traced or not, of keys that all sequences share; any number, not only whole pages. What
             would go beyond a sequence's first query is left to its own part.
 

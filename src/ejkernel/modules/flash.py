@@ -62,8 +62,9 @@ def flash_attention(
         sliding_window: `w` for `(w, w)`, or `(left, right)`: keys within that distance of the aligned position.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`.
         normalize_output: False leaves the output undivided by the softmax sum of logits minus their row maximum.
-        precision: of the matmuls on float32 inputs, as in `jax.lax.dot_general`; None is close to float32 everywhere.
-        logits_dtype: the logits are rounded to it before the softmax, which is float32 always.
+        precision: of the matmuls on float32 inputs, as in `jax.lax.dot_general`, the same for both
+            operands; None is close to float32 everywhere.
+        logits_dtype: the logits are rounded to it (None: float32) before the softmax, which is float32 always.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32; `(H, T)` for a query `(T, H, D)`.
         platform: None or "auto", "xla", "triton", "pallas", "cudnn", "cute".
         cfg: the platform's `Config`, or a dict of its fields.

@@ -29,7 +29,8 @@ def write_kv_pages(
         value_cache: `(pages, page_size, Hkv, Dv)`.
         key: `(N, Hkv, D)`, one row per new token.
         value: `(N, Hkv, Dv)`.
-        slots: `(N,)`, `page * page_size + offset` of each token; a negative one is skipped. No slot may come twice.
+        slots: `(N,)`, `page * page_size + offset` of each token; a negative one is skipped. No slot may come twice,
+            which is checked on the host, or with `EJKERNEL_CHECKS=1`.
         k_scale: scalar or `(Hkv,)`: keys are divided by it, as readers given the same `k_scale` multiply by it.
         v_scale: the same for values.
 

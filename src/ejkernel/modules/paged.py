@@ -9,6 +9,7 @@ from ejkernel.kernels.paged.calls import (
     PREFILL_LAYOUT,
     batch_layout,
     page_call,
+    parted_specs,
     prefill_call,
     ragged_layout,
     ragged_page_call,
@@ -129,7 +130,8 @@ def ragged_page_attention(
             tokens. Rows past entry `num_seqs` come back zero.
         num_seqs: how many sequences there are, None for all; entries past it, in all arrays, are ignored.
         softmax_aux: as in `page_attention`; so are all options.
-        mesh: devices to split heads over: `in_specs` has the specs of queries and kv_pages (of a pair, of both).
+        mesh: devices to split heads over: `in_specs` has the specs of queries and kv_pages (of a pair: a pair,
+            or one after the other).
 
     Returns:
         `(T, H, D)`, of a pair `(T, H, Dv)`.
@@ -159,7 +161,7 @@ def ragged_page_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    split = shards(ragged_layout(kv_pages), mesh, in_specs, out_specs)
+    split = shards(ragged_layout(kv_pages), mesh, parted_specs(kv_pages, in_specs), out_specs)
     return attend(RAGGED_PAGE_ATTENTION, call, queries.shape, split, batched=False, platform=platform, cfg=cfg)
 
 

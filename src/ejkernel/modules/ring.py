@@ -66,7 +66,7 @@ def ring_attention(
         method: "ring": keys and values go round. "all_to_all": heads change places with tokens. "all_gather": every
             device gets all keys and values. "auto" takes the fastest by arithmetic; `ejkernel.explain` shows it.
         precision: of the matmuls on float32 inputs, as in `jax.lax.dot_general`; None is close to float32 everywhere.
-        logits_dtype: the logits are rounded to it before the softmax, which is float32 always.
+        logits_dtype: the logits are rounded to it (None: float32) before the softmax, which is float32 always.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32.
         platform: that of each device's own calls, as in `flash_attention`.
         cfg: that platform's `Config`, or a dict of its fields.

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.spec import initial_bias
 from ejkernel.modules import ring_attention
@@ -63,7 +62,7 @@ class RingAttn(FlashAttn):
             softmax_scale=self.metadata.softmax_scale,
             dropout_prob=dropout,
             dropout_seed=dropout_rng if dropout else None,
-            logits_dtype=self.metadata.runtime_softmax_dtype or jnp.float32,
+            logits_dtype=self.metadata.runtime_softmax_dtype,
             platform=self.metadata.platform,
             mesh=self.metadata.mesh,
         )

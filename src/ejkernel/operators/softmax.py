@@ -78,7 +78,7 @@ class FlashAttn(AttentionImpl):
                 dropout_prob=dropout,
                 dropout_seed=dropout_rng if dropout else None,
                 causal=causal,
-                logits_dtype=self.metadata.runtime_softmax_dtype or jnp.float32,
+                logits_dtype=self.metadata.runtime_softmax_dtype,
                 platform=self.metadata.platform,
                 mesh=self.metadata.mesh,
                 in_specs=self.metadata.specs(self.get_mode(q), q.shape, k.shape),

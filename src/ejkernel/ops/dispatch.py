@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops import config as configs
-from ejkernel.ops import tuning
 from ejkernel.ops.autodiff import default_rules, execute
 from ejkernel.ops.explanation import Explanation, answer, combined, explaining
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
@@ -15,6 +14,8 @@ from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
 from ejkernel.ops.settings import implicitly, interpreting, is_deterministic, xla_is_deterministic
 from ejkernel.ops.sharding import Shards, likely_specs, run_sharded, typed_specs, varying_like
 from ejkernel.ops.target import Target, target_of
+from ejkernel.ops.tuning import tune
+from ejkernel.ops.tuning_session import active
 
 
 def _loaded(operation: Operation, platform: str, backend: str) -> Implementation | str:
@@ -42,9 +43,9 @@ def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None, *
         interpretable = row.interpreter is not None and operation.path(platform, row.interpreter) is not None
         hint = "; `ejkernel.ops.interpret()` runs it in an interpreter" if interpretable else ""
         reasons = [f"needs {row.needs}, this call is for {backend}{hint}"]
-        return reasons + (_refusals_elsewhere(operation, platform, call) if thorough else [])
-    if reasons := row.missing():
-        return reasons
+        return reasons + (row.missing() + _refusals_elsewhere(operation, platform, call) if thorough else [])
+    if missing := row.missing():
+        return missing + (_refusals_elsewhere(operation, platform, call) if thorough else [])
     if operation.path(platform, backend) is None:
         return [f"{operation.name} has no {platform} implementation for {backend}"]
     implementation = _loaded(operation, platform, backend)
@@ -57,16 +58,17 @@ def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None, *
 
 
 def _refusals_elsewhere(operation: Operation, platform: str, call: Call) -> list[str]:
-    """What a platform would say of a call where it runs."""
+    """What a platform would say of a call where it runs with all its packages."""
     row = PLATFORMS[platform]
-    if reasons := row.missing():
-        return reasons
     backends = [backend for backend in row.backends if operation.path(platform, backend) is not None]
     found = []
     for backend in backends:
         implementation = _loaded(operation, platform, backend)
-        known = isinstance(implementation, Implementation)
-        reasons = implementation.unsupported(call.on(TYPICAL[backend])) if known else [str(implementation)]
+        if isinstance(implementation, Implementation):
+            here = backend == call.target.backend
+            reasons = implementation.unsupported(call if here else call.on(TYPICAL[backend]))
+        else:  # a package that is missing is told already
+            reasons = [] if row.missing() else [implementation]
         where = f"on {DEVICES[backend]}: " if len(backends) > 1 else ""
         found += [where + reason for reason in reasons]
     return found
@@ -185,8 +187,8 @@ def _choose_from(
         return None, Explanation(operation.name, call.target, None, None, None, reason, refused)
     implementation = _implementation(operation, chosen, call)
     config, source = configs.choose_config(operation, implementation, chosen, call, cfg)
-    if source not in ("cfg=", "use_config") and tuning.active() and not explaining():
-        config, source = tuning.tune(operation, implementation, chosen, call), "autotune"
+    if source not in ("cfg=", "use_config") and active() and not explaining():
+        config, source = tune(operation, implementation, chosen, call), "autotune"
     plan = Plan(operation, implementation, config, call.spec, call.target, implicit=_implicit(call))
     told = Explanation(operation.name, call.target, chosen, config, source, reason, refused)
     return plan, replace(told, remark=implementation.remark(call, config))

@@ -20,11 +20,13 @@ class Dims:
 
     The first letter is `B` everywhere, and vmap folds into it. Its size is the batch, or also 1 where it broadcasts.
     A dimension may have several entries for each of its letter, one after the other: `2Hkv` has two, `N*` any number.
+    `given` is what callers know the array by, where it is another name.
     """
 
     names: str
     grad: bool = False
     broadcasts: bool = True
+    given: str | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import core as jax_core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.ops import tuning
 from ejkernel.ops.operation import Arrays, Call, Dims, Operation
 from ejkernel.ops.target import ambient_mesh
+from ejkernel.ops.tuning_session import active, paused
 
 Axes = tuple[str, ...]
 
@@ -80,16 +80,27 @@ def parts(axes: Axes, mesh: Mesh | AbstractMesh) -> int:
 
 def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, PartitionSpec]:
     if isinstance(in_specs, Mapping):
-        unknown = sorted(set(in_specs) - set(operation.arrays))
-        if unknown:
-            raise ValueError(f"in_specs names unknown arrays {unknown}; known: {list(operation.arrays)}")
-        return {name: spec for name, spec in in_specs.items() if name in call}
-    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
+        known = {_given(operation, name): name for name in operation.arrays}
+        if unknown := sorted(set(in_specs) - set(known)):
+            raise ValueError(f"in_specs names unknown arrays {unknown}; known: {list(known)}")
+        found = {known[name]: spec for name, spec in in_specs.items() if known[name] in call}
+    elif isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
         raise TypeError(f"in_specs={in_specs!r} must be one PartitionSpec per leading array, or a dict by name")
-    names = [name for name in operation.arrays if name in call]
-    if len(in_specs) > len(names):
-        raise ValueError(f"in_specs has {len(in_specs)} entries for {len(names)} arrays {names}")
-    return dict(zip(names, in_specs, strict=False))
+    else:
+        names = [name for name in operation.arrays if name in call]
+        if len(in_specs) > len(names):
+            shown = [_given(operation, name) for name in names]
+            raise ValueError(f"in_specs has {len(in_specs)} entries for {len(names)} arrays {shown}")
+        found = dict(zip(names, in_specs, strict=False))
+    for name, spec in found.items():
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"in_specs of {_given(operation, name)} is {spec!r}: it must be one PartitionSpec")
+    return found
+
+
+def _given(operation: Operation, name: str) -> str:
+    """What callers call an array."""
+    return operation.arrays[name].given or name
 
 
 def letter_sizes(arrays: Iterable[tuple[Dims, Sequence[int]]]) -> dict[str, int]:
@@ -178,7 +189,7 @@ def _axes_by_dimension(
     for name, spec in specs.items():
         letters = operation.arrays[name].axes
         if len(spec) > len(letters):
-            raise ValueError(f"in_specs of {name} is {spec}, but it has dimensions {letters}")
+            raise ValueError(f"in_specs of {_given(operation, name)} is {spec}, but it has dimensions {letters}")
         entries = (*spec, *(None for _ in letters[len(spec) :]))
         for letter, entry, size in zip(letters, entries, call[name].shape, strict=True):
             axes = axes_of(entry)
@@ -186,7 +197,8 @@ def _axes_by_dimension(
                 continue  # it broadcasts, or is whole and can be cut: this says nothing about the dimension
             if found.setdefault(letter, axes) != axes:
                 raise ValueError(
-                    f"{_SOURCE[typed]} disagree on dimension {letter}: {found[letter]} and {axes} (in {name})"
+                    f"{_SOURCE[typed]} disagree on dimension {letter}: {found[letter]} and {axes} (in "
+                    f"{_given(operation, name)})"
                 )
     sizes, said = _sizes(operation, call), set(found)
     for pair in (*operation.splits.tied, *operation.splits.grouped):
@@ -213,8 +225,8 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh 
         if count > 1 and letter not in splittable:
             instead = splits.otherwise.get(letter)
             raise ValueError(
-                f"{_SOURCE[typed]} split dimension {letter} over {axes}, which has size {size}: {operation.name} can "
-                f"only be split over {', '.join(splittable)}{'' if instead is None else f'; {instead}'}"
+                f"{_SOURCE[typed]} split dimension {letter} of size {size} over {axes}: {operation.name} can only be "
+                f"split over {', '.join(splittable)}{'' if instead is None else f'; {instead}'}"
             )
         if size % count:
             raise ValueError(
@@ -343,12 +355,12 @@ def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable
         return run(Call(call.spec, arrays, call.target))
 
     # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
-    with tuning.paused():
+    with paused():
         shapes = jax.eval_shape(alone, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
     out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
     mapped = _shard_map(local, mesh, (in_specs,), out_specs)
     # outside jit nothing can be measured inside of it
-    return (jax.jit(mapped) if tuning.active() else mapped)(call.arrays)
+    return (jax.jit(mapped) if active() else mapped)(call.arrays)
 
 
 def _shard_map(function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any):

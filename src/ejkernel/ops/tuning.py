@@ -4,16 +4,17 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import core as jax_core
 
+from ejkernel.ops.autodiff import execute
 from ejkernel.ops.config import UNGIVEN, USERS, choose_config
-from ejkernel.ops.operation import Arrays, Call, Operation
+from ejkernel.ops.operation import Arrays, Call, Operation, Plan
 from ejkernel.ops.tuned_files import TunedConfigs, keep, user_file
+from ejkernel.ops.tuning_session import Session, opened, paused, session
 
 REPEATS = 5
 
@@ -46,18 +47,6 @@ class Tuned:
         return TunedConfigs().add(operation, self.bucket, self.platform, fields, *microseconds)
 
 
-@dataclasses.dataclass
-class _Session:
-    save: bool
-    progress: bool
-    again: bool
-    found: list[Tuned] = dataclasses.field(default_factory=list)
-    done: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)
-
-
-_SESSION: ContextVar[_Session | None] = ContextVar("ejkernel_autotune", default=None)
-
-
 @contextmanager
 def autotune(*, save: bool = True, progress: bool = True, again: bool = True) -> Iterator[list[Tuned]]:
     """Measure the search space of every operation called inside, on the shapes of the call, and keep the winner.
@@ -76,27 +65,9 @@ def autotune(*, save: bool = True, progress: bool = True, again: bool = True) ->
     ...     flash_attention(q, q, q).shape
     (1, 64, 2, 16)
     """
-    session = _Session(save, progress, again)
-    token = _SESSION.set(session)
-    try:
-        yield session.found
-    finally:
-        _SESSION.reset(token)
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Within, nothing is measured."""
-    token = _SESSION.set(None)
-    try:
-        yield
-    finally:
-        _SESSION.reset(token)
-
-
-def active() -> bool:
-    """Whether an `autotune()` context is open."""
-    return _SESSION.get() is not None
+    new = Session(save, progress, again)
+    with opened(new):
+        yield new.found
 
 
 def _concrete(operation: Operation, call: Call) -> Arrays:
@@ -119,9 +90,6 @@ def median_seconds(function: Any, *args: Any, repeats: int = REPEATS) -> float:
 
 def _measure(operation: Operation, implementation: Any, call: Call, config: Any, arrays: Arrays) -> tuple[float, ...]:
     """Seconds of a forward, and of a forward and a backward where there is one, with that config."""
-    from ejkernel.ops.autodiff import execute
-    from ejkernel.ops.operation import Plan
-
     plan = Plan(operation, implementation, config, call.spec, call.target)
     learned = [n for n, d in operation.arrays.items() if d.grad and n in arrays and implementation.backward is not None]
     trained = {name: arrays[name] for name in learned}
@@ -138,12 +106,12 @@ def _measure(operation: Operation, implementation: Any, call: Call, config: Any,
 
 def tune(operation: Operation, implementation: Any, platform: str, call: Call) -> Any:
     """The fastest config of the search space for a call; measured once per bucket in a context."""
-    session = _SESSION.get()
-    assert session is not None
+    current = session()
+    assert current is not None
     key = (operation.measured_as, operation.bucket(call), platform)
-    if key in session.done:
-        return session.done[key]
-    if not session.again:
+    if key in current.done:
+        return current.done[key]
+    if not current.again:
         config, source = choose_config(operation, implementation, platform, call, UNGIVEN)
         if source == USERS:
             return config
@@ -154,10 +122,10 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
                 f"autotune() cannot measure {operation.name} in a shard_map outside of jit, where every step is one of "
                 "all devices: put jax.jit around the shard_map"
             )
-        found = _search(operation, implementation, platform, call, session.progress)
-    session.found.append(found)
-    session.done[key] = found.best
-    if session.save:
+        found = _search(operation, implementation, platform, call, current.progress)
+    current.found.append(found)
+    current.done[key] = found.best
+    if current.save:
         keep(found.entry(operation.measured_as), user_file(call.target.kind))
     return found.best
 

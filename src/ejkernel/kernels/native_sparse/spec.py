@@ -25,7 +25,7 @@ ARRAYS = {
     "indices": Dims("B T Hkv K", broadcasts=False),
     "starts": Dims("B N"),
     "limits": Dims("B T"),
-    "sinks": Dims("B H", grad=True),
+    "sinks": Dims("B H", grad=True, given="softmax_aux"),
 }
 
 OUTPUTS = {"out": "B T H Dv", "lse": "B H T"}

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.paged.spec import Layout, array, cache, canonicalise
@@ -179,6 +180,24 @@ def ragged_layout(kv_pages: Any) -> Layout:
         "num_seqs": ("num_seqs", (None,)),
         "out": ("out", (None, 0, 1, 2)),
     }
+
+
+def parted_specs(kv_pages: Any, in_specs: Any) -> Any:
+    """The specs of `ragged_page_attention`, where those of a pair of pages may be a pair, or one for both."""
+    if not _is_pair(kv_pages):
+        return in_specs
+    if isinstance(in_specs, dict) and "kv_pages" in in_specs:
+        given = in_specs["kv_pages"]
+        pair = given if _is_nested(given) else (given, given)
+        others = {name: spec for name, spec in in_specs.items() if name != "kv_pages"}
+        return others | dict(zip(_PAIR, pair, strict=True))
+    if _is_nested(in_specs) and len(in_specs) > 1 and _is_nested(in_specs[1]):
+        return (in_specs[0], *in_specs[1], *in_specs[2:])
+    return in_specs
+
+
+def _is_nested(specs: Any) -> bool:
+    return isinstance(specs, tuple | list) and not isinstance(specs, PartitionSpec)
 
 
 PREFILL_LAYOUT: Layout = {

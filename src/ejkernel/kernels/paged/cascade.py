@@ -33,6 +33,8 @@ def cascade_calls(
     S = whole["block_tables"].shape[2] * whole["key_pages"].shape[2]
     message = f"prefix_len must be from 0 to {S}, what the table holds"
     check(prefix_len, lambda xp, n: (n < 0) | (n > S), message, (prefix_len,))
+    if not whole.spec.stands_in:
+        _check_shared(whole, context_lens, block_tables, prefix_len)
     length, table, starts = _prefix(whole.spec.tokens, S, whole["context_lens"], whole["block_tables"], prefix_len)
     arrays = whole["query"][0], whole["key_pages"][0], whole["value_pages"][0]
     prefix = prefill_call(*arrays, length, table, causal=False, **options)
@@ -42,11 +44,33 @@ def cascade_calls(
 @partial(jax.jit, static_argnums=(0, 1))
 def _prefix(tokens: int, S: int, context_lens: jax.Array, tables: jax.Array, prefix_len: Any) -> tuple[jax.Array, ...]:
     """Its length, its pages, and where the sequences (1, B) go on by themselves."""
-    lens = jnp.clip(context_lens, 0, S)
-    first_query = jnp.where(lens > 0, lens - tokens, S)  # (1, B)
-    # every query must see all of the prefix
-    length = jnp.clip(jnp.minimum(prefix_len.astype(jnp.int32), first_query.min() + 1), 0, S)
-    return length, tables[0, jnp.argmax(lens[0] > 0)], jnp.broadcast_to(length, lens.shape)
+    length = _length(jnp, tokens, S, context_lens, prefix_len.astype(jnp.int32))
+    return length, tables[0, jnp.argmax(context_lens[0] > 0)], jnp.broadcast_to(length, context_lens.shape)
+
+
+def _length(xp: Any, tokens: int, S: int, context_lens: Any, prefix_len: Any) -> Any:
+    """As much of the prefix as every query sees; `xp` is numpy or jax.numpy."""
+    lens = xp.clip(context_lens, 0, S)
+    first_query = xp.where(lens > 0, lens - tokens, S)
+    return xp.clip(xp.minimum(prefix_len, first_query.min() + 1), 0, S)
+
+
+def _check_shared(whole: Call, context_lens: Any, tables: Any, prefix_len: Any) -> None:
+    """That the pages of the prefix are the same in every row that is not empty."""
+    context_lens, tables = integers("context_lens", context_lens, 1), integers("block_tables", tables, 2)
+    W, L = whole["block_tables"].shape[2], whole["key_pages"].shape[2]
+
+    def others(xp: Any) -> Any:
+        lens, ids = xp.asarray(context_lens), xp.asarray(tables)
+        length = _length(xp, whole.spec.tokens, W * L, lens, xp.asarray(prefix_len))
+        first = ids[xp.argmax(lens > 0)]
+        return (ids != first[None]) & (xp.arange(W) * L < length)[None] & (lens > 0)[:, None]
+
+    def first_other(xp: Any) -> Any:
+        return xp.take_along_axis(xp.asarray(tables), others(xp).argmax(1)[:, None], 1)[:, 0]
+
+    message = "block_tables must have the same pages in every row for the first prefix_len keys"
+    check(first_other, lambda xp, _: others(xp).any(1), message, (context_lens, tables, prefix_len))
 
 
 def _in_float32(call: Call) -> Call:

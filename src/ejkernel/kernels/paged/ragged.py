@@ -7,6 +7,7 @@ disjoint keys can be merged. A row without a valid key has `o = 0`, `m = mask_va
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from ejkernel.kernels.paged import xla
 from ejkernel.kernels.paged.calls import ragged_decode_call
 from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
 from ejkernel.kernels.paged.reference import reference
-from ejkernel.kernels.paged.spec import Cost, array, cache
-from ejkernel.ops import run, use_config
+from ejkernel.kernels.paged.spec import Cost, Spec, array, cache
+from ejkernel.ops import Call, run, use_config
 
 MASK_VALUE = -2.381976426469702e38
 
@@ -133,7 +134,12 @@ def reference_gqa(
 ) -> Parts:
     """`ragged_gqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
     call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0)
-    o, m, l = _parts(reference(call), q.shape[0], mask_value)
+    return _defined(call.spec, call.arrays, q.shape[0], _lowest(mask_value))
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _defined(spec: Spec, arrays: dict[str, jax.Array], B: int, lowest: float) -> Parts:
+    o, m, l = _parts(reference(Call(spec, arrays)), B, lowest)
     return o[:, None], m[:, None], l[:, None]
 
 
@@ -179,13 +185,18 @@ def _ragged(
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
     call = replace(call, spec=replace(call.spec, cost=cost))
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=static_int("block_size", block_size, 1))):
-        return _parts(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], mask_value)
+        return _parts(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], _lowest(mask_value))
 
 
-def _parts(outputs: dict[str, jax.Array], B: int, mask_value: float) -> Parts:
+def _lowest(mask_value: float) -> float:
     lowest = number("mask_value", mask_value)
     if lowest > -1e30:
         raise ValueError(f"mask_value={lowest} must be below -1e30: a hidden key has no weight")
+    return lowest
+
+
+@partial(jax.jit, static_argnums=(1, 2))  # in one program nobody looks at an lse of -inf
+def _parts(outputs: dict[str, jax.Array], B: int, lowest: float) -> Parts:
     lse, top = outputs["lse"][0].T[:B, :, None], outputs["top"][0].T[:B, :, None]  # (B, H, 1)
     some = ~jnp.isneginf(lse)
     total = jnp.where(some, jnp.exp(lse - jnp.where(some, top, 0.0)), 0.0)

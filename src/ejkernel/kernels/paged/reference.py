@@ -18,20 +18,22 @@ def reference(call: Call, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
 def _one_row(spec: Spec, dims: Dimensions, dtype: Any, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     T, H, Hkv, S = dims.T, dims.H, dims.Hkv, dims.S
     rows = sequences(spec, dims, arrays)
-    token, key_index = jnp.arange(T), jnp.arange(S)
-    mine = (rows.first <= token[:, None]) & (token[:, None] < rows.first + rows.queries)  # (T, N)
+    token, key_index = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
+    last = rows.first + rows.queries
+    mine = (rows.first[None] <= token[:, None]) & (token[:, None] < last[None])  # (T, N)
     owned, n = mine.any(1), mine.argmax(1)
     position = (rows.length - rows.queries - rows.first)[n] + token
-    seen = owned[:, None] & (rows.start[n][:, None] <= key_index) & (key_index < rows.length[n][:, None])
+    seen = owned[:, None] & (rows.start[n][:, None] <= key_index[None]) & (key_index[None] < rows.length[n][:, None])
     if spec.causal:
-        seen &= key_index <= position[:, None]
+        seen &= key_index[None] <= position[:, None]
     if spec.causal and spec.window is not None:
-        seen &= key_index >= position[:, None] - spec.window
+        seen &= key_index[None] >= position[:, None] - spec.window
 
     def wide(cache: jax.Array, name: str) -> jax.Array:
         """The cache of every token's sequence (T, S, H, D), scaled, without what the token does not see."""
-        scale = arrays.get(name, jnp.ones(Hkv))[:, None]
-        cache = (cache.astype(jnp.float32) * scale).astype(dtype).reshape(T, S, Hkv, -1)
+        scale = arrays.get(name, jnp.ones(Hkv, jnp.float32))[None, None, :, None]
+        cache = cache.reshape(T, S, Hkv, -1).astype(jnp.float32) * scale
+        cache = cache.astype(dtype)
         return jnp.repeat(jnp.where(seen[..., None, None], cache, 0), H // Hkv, axis=2)
 
     key, value = read_pages(arrays, lambda pages: pages[page_ids(dims, arrays)[n]])
@@ -40,8 +42,9 @@ def _one_row(spec: Spec, dims: Dimensions, dtype: Any, arrays: dict[str, jax.Arr
     logits = spec.scale * einsum("thd,tshd->hts", arrays["query"].astype(dtype), key)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
-    logits = jnp.where(seen, logits, -jnp.inf)
-    sinks = jnp.where(owned, arrays.get("sinks", jnp.full(H, -jnp.inf))[:, None], -jnp.inf)
+    logits = jnp.where(seen[None], logits, -jnp.inf)
+    sinks = arrays.get("sinks", jnp.full(H, -jnp.inf, jnp.float32))
+    sinks = jnp.where(owned[None], sinks[:, None], -jnp.inf)
     top = jnp.maximum(logits.max(-1), sinks)
     base = jnp.where(jnp.isneginf(top), 0.0, top)  # a row that sees nothing: exp(-inf - 0) is the 0 it should be
     weights = jnp.exp(logits - base[..., None])

@@ -409,12 +409,12 @@ class Sequences(NamedTuple):
 def sequences(spec: Spec, dims: Dimensions, arrays: dict[str, jax.Array]) -> Sequences:
     """The sequences of one row of the batch axis; `arrays` are without that axis."""
     N, T = dims.N, dims.T
-    length = jnp.clip(arrays["context_lens"], 0, dims.S)
+    number, length = jnp.arange(N, dtype=jnp.int32), jnp.clip(arrays["context_lens"], 0, dims.S)
     start = jnp.clip(arrays["starts"], 0, dims.S) if "starts" in arrays else jnp.zeros(N, jnp.int32)
     if spec.tokens is not None:
-        return Sequences(jnp.arange(N) * spec.tokens, jnp.full(N, spec.tokens), start, length)
+        return Sequences(number * spec.tokens, jnp.full(N, spec.tokens, jnp.int32), start, length)
     edges = jnp.clip(jax.lax.cummax(arrays["query_start"].at[0].set(0)), 0, T)
-    counts = jnp.arange(N) < jnp.clip(arrays["num_seqs"], 0, N) if "num_seqs" in arrays else jnp.ones(N, bool)
+    counts = number < jnp.clip(arrays["num_seqs"], 0, N) if "num_seqs" in arrays else jnp.ones(N, bool)
     return Sequences(edges[:-1], jnp.where(counts, jnp.diff(edges), 0), start, length)
 
 
@@ -481,6 +481,8 @@ def shards(layout: Layout, mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
     def moved(name: str, spec: Any) -> tuple[str, Any]:
         if name not in layout:
             raise ValueError(f"in_specs names unknown arrays [{name!r}]; known: {list(layout)}")
+        if not isinstance(spec, P):
+            raise TypeError(f"the spec of {name} is {spec!r}: it must be one PartitionSpec")
         canonical, axes = layout[name]
         lost = [entry for axis, entry in enumerate(spec) if axis not in axes and entry is not None]
         if lost:

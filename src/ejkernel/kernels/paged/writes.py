@@ -35,6 +35,13 @@ def scaled(x: jax.Array, scale: Any, name: str) -> jax.Array:
     return x if scale is None else x.astype(jnp.float32) / scale[None, :, None]
 
 
+def _repeated(xp: Any, slots: Any) -> Any:
+    """Which slots of a page another row has too."""
+    ordered = xp.sort(slots)
+    times = xp.searchsorted(ordered, slots, side="right") - xp.searchsorted(ordered, slots, side="left")
+    return (slots >= 0) & (times > 1)
+
+
 def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
     """`slots` as an array, after checking that caches, rows and slots fit; one cache may hold both keys and values."""
     slots = integers("slots", slots, 1)
@@ -52,4 +59,5 @@ def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
     if any(x.shape[:2] != first.shape[:2] for x in pages.values()):
         raise ValueError(f"caches must have the same pages: {', '.join(f'{n} {x.shape}' for n, x in pages.items())}")
     check(slots, lambda xp, slot: slot >= room, f"slots must be below {room}, the tokens of all pages", (slots,))
+    check(slots, _repeated, "slots must not come twice", (slots,))
     return slots

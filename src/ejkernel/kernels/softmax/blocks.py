@@ -1,6 +1,7 @@
 """From what a caller may call a block mask to a MaskInfo."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_in
 def _pattern(block_mask: Any, block_size: Any, sizes: tuple[int, int, int, int]) -> BlockPattern:
     if isinstance(block_mask, BlockPattern):
         return _sized(block_mask, block_size)
+    if block_mask is None:
+        raise TypeError("block_mask must be a BlockPattern, an array or a function of (b, h, i, j), got None")
     if block_size is None:
         raise ValueError("block_size is needed unless block_mask is a BlockPattern")
     B, H, T, S = sizes
@@ -77,6 +80,7 @@ def _evaluated(function: Callable[..., Any], counts: Counts) -> Any:
     Ints are the definition: the function may branch on them, look them up, compute with them beyond 32 bits. One that
     answers them with an array of JAX is written for arrays, and vectorised.
     """
+    _check_arguments(function)
     plain = _answers_ints(function)
     if plain and math.prod(counts) <= _MOST_CALLS:
         return _called(function, counts)
@@ -86,6 +90,18 @@ def _evaluated(function: Callable[..., Any], counts: Counts) -> Any:
         if not plain:
             raise
         return _called(function, counts)
+
+
+def _check_arguments(function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin may have none
+        return
+    try:
+        signature.bind(0, 0, 0, 0)
+    except TypeError as error:
+        said = f"block_mask is called with the indices (b, h, i, j) of batch, head, query block and key block: {error}"
+        raise TypeError(f"{said}; it has the signature {signature}") from None
 
 
 def _answers_ints(function: Callable[..., Any]) -> bool:

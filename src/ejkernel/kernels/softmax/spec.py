@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import FLOATS, INT32_MAX, cumulative_lengths, float_array, number_array
+from ejkernel.checks.arrays import INT32_MAX, cumulative_lengths, float_array, float_dtype, number_array
 from ejkernel.checks.options import flag, number, soft_cap
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
@@ -23,7 +23,7 @@ ARRAYS = {
     "key": Dims("B S Hkv D", grad=True, broadcasts=False),
     "value": Dims("B S Hkv Dv", grad=True, broadcasts=False),
     "bias": Dims("B H T S", grad=True),
-    "sinks": Dims("B H", grad=True),
+    "sinks": Dims("B H", grad=True, given="softmax_aux"),
     "q_segments": Dims("B T"),
     "kv_segments": Dims("B S"),
     "q_positions": Dims("B T"),
@@ -144,7 +144,7 @@ def canonicalise(
         chunk=mask.chunk,
         soft_cap=soft_cap(logits_soft_cap),
         dropout=dropout,
-        logits_dtype=_logits_dtype(called["logits_dtype"], logits_dtype),
+        logits_dtype="float32" if logits_dtype is None else float_dtype(called["logits_dtype"], logits_dtype).name,
         precision=_precision(precision),
         pattern_block=None if mask.pattern is None else mask.pattern.block_shape,
         with_argmax=not flag("normalize_output", normalize_output),
@@ -234,19 +234,13 @@ def window_band(sliding_window: Any) -> Band:
     return Band(None if left is None else -int(left), None if right is None else int(right))
 
 
-def _logits_dtype(called: str, dtype: Any) -> str:
-    try:
-        name = np.dtype(dtype).name if not hasattr(dtype, "dtype") else np.dtype(dtype.dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in FLOATS:
-        raise TypeError(f"{called}={name} is not supported; use one of {', '.join(FLOATS)}")
-    return name
-
-
 def _precision(precision: Any) -> Any:
+    if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
+        precision = precision[0]  # of either operand
     if precision is None or isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
         return precision
+    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+        return jax.lax.DotAlgorithmPreset[precision]
     try:
         return jax.lax.Precision(precision)
     except (ValueError, TypeError):  # what cannot be hashed is a TypeError
