@@ -60,9 +60,14 @@ def ragged_mqa(
     >>> o.shape, m.ravel().tolist(), l.ravel().round(3).tolist()
     ((2, 1, 8), [8.0, 8.0], [10.0, 2.0])
     """
+    q, k, v = _one_key_head(q, k, v)
+    return _ragged(q, k, v, lengths, starts, block_size, mask_value, _cost(cost_estimate))
+
+
+def _one_key_head(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     q = array("q", q, "(batch, heads, head_dim)", 3, rows="any")
     k, v = (cache(name, x, "(batch, length, head_dim)", 3, rows="any") for name, x in (("k", k), ("v", v)))
-    return _ragged(q, k[:, :, None], v[:, :, None], lengths, starts, block_size, mask_value, _cost(cost_estimate))
+    return q, k[:, :, None], v[:, :, None]
 
 
 def ragged_mha(
@@ -119,7 +124,7 @@ def reference_mqa(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, *, mask_value: float = MASK_VALUE
 ) -> Parts:
     """`ragged_mqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
-    return reference_gqa(q, k[:, :, None], v[:, :, None], lengths, starts, mask_value)
+    return reference_gqa(*_one_key_head(q, k, v), lengths, starts, mask_value)
 
 
 def reference_mha(
@@ -133,7 +138,11 @@ def reference_gqa(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, mask_value: float = MASK_VALUE
 ) -> Parts:
     """`ragged_gqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
-    call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0)
+    q = array("q", q, "(batch, heads, head_dim) or (batch, 1, heads, head_dim)", 3, 4, rows="any")
+    layout = "(batch, length, key heads, head_dim)"
+    k, v = (cache(name, x, layout, 4, rows="any") for name, x in (("k", k), ("v", v)))
+    names = _NAMES | {"query": "q", "key_pages": "k", "value_pages": "v"}
+    call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0, names=names)
     return _defined(call.spec, call.arrays, q.shape[0], _lowest(mask_value))
 
 
