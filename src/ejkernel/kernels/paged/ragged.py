@@ -6,8 +6,10 @@ disjoint keys can be merged. A row without a valid key has `o = 0`, `m = mask_va
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,6 +26,8 @@ from ejkernel.ops import Call, run, use_config
 MASK_VALUE = -2.381976426469702e38
 
 _NAMES = {"key_pages": "key", "value_pages": "value", "context_lens": "lengths", "starts": "starts"}
+# of the functions that call the arrays q, k and v
+_SHORT_NAMES = _NAMES | {"query": "q", "key_pages": "k", "value_pages": "v"}
 
 Parts = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -61,7 +65,8 @@ def ragged_mqa(
     ((2, 1, 8), [8.0, 8.0], [10.0, 2.0])
     """
     q, k, v = _one_key_head(q, k, v)
-    return _ragged(q, k, v, lengths, starts, block_size, mask_value, _cost(cost_estimate))
+    cost = _cost(cost_estimate)
+    return _ragged(q, k, v, lengths, starts, block_size, mask_value, cost=cost, names=_SHORT_NAMES)
 
 
 def _one_key_head(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -141,8 +146,7 @@ def reference_gqa(
     q = array("q", q, "(batch, heads, head_dim) or (batch, 1, heads, head_dim)", 3, 4, rows="any")
     layout = "(batch, length, key heads, head_dim)"
     k, v = (cache(name, x, layout, 4, rows="any") for name, x in (("k", k), ("v", v)))
-    names = _NAMES | {"query": "q", "key_pages": "k", "value_pages": "v"}
-    call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0, names=names)
+    call = ragged_decode_call(q, k, v, starts, lengths, softmax_scale=1.0, names=_SHORT_NAMES)
     return _defined(call.spec, call.arrays, q.shape[0], _lowest(mask_value))
 
 
@@ -188,9 +192,11 @@ def _ragged(
     starts: Any,
     block_size: int,
     mask_value: float,
+    *,
     cost: Cost | None = None,
+    names: Mapping[str, str] = MappingProxyType(_NAMES),
 ) -> Parts:
-    options = {"softmax_scale": 1.0, "return_lse": True, "names": _NAMES}
+    options = {"softmax_scale": 1.0, "return_lse": True, "names": names}
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
     call = replace(call, spec=replace(call.spec, cost=cost))
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=static_int("block_size", block_size, 1))):

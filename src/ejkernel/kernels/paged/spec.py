@@ -314,7 +314,8 @@ class _Integers(NamedTuple):
         else:
             tables = None
             if rows != P:
-                raise ValueError(f"keys hold {P} sequences, the query {rows}")
+                keys, queries = names.get("key_pages", "key_pages"), names.get("query", "query")
+                raise ValueError(f"{keys} holds {P} sequences, {queries} {rows}")
         starts = None if self.starts is None else integers(starts_name, self.starts, 1)
         if starts is not None and starts.shape[0] != rows:
             raise ValueError(f"{starts_name} {starts.shape} must have one entry per sequence: {rows}")
