@@ -251,6 +251,23 @@ def test_the_gradient_of_a_heads_decay_is_as_exact_as_any(decay):
     np.testing.assert_allclose(wide(found), exact, rtol=4e-6, atol=4e-6 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_states_of_zeros_that_the_compiler_knows(known):
+    """XLA for CPUs leaves products with them unwritten (jaxlib 0.12): what lies in memory is not to come out."""
+    given = {name: normal(name, (4, 12, 8, 8)) for name in ("query", "key", "value")}
+    given |= {"g": -jnp.ones((4, 12, 8)), "g_gamma": -jnp.ones(8)}
+    cotangents = {"out": normal("dout", (4, 12, 8, 8)), "state": normal("dstate", (4, 8, 8, 8))}
+    zeros = np.zeros((4, 8, 8, 8), np.float32)
+    outputs, gradients = evaluate(attend, given | {"initial_state": jnp.asarray(zeros)}, cotangents)
+    gradients.pop("initial_state")
+    state = {"initial_state": zeros} if known else {}
+    for _ in range(3):
+        jax.block_until_ready([jnp.full((2**k,), 1e30) for k in range(4, 16)])  # what lies there
+        found = evaluate(lambda x: attend(x | state), given, cotangents)
+        assert_close(found[0], outputs)
+        assert_close(found[1], gradients)
+
+
 def test_decays_in_another_dtype():
     """Narrow decays beside wide queries are the same numbers; their gradients are rounded to them."""
     given = arrays(40, ("g", "gk"))

@@ -73,7 +73,7 @@ def walk(config: Config, w: Walk) -> Walked:
     C, layout = w.c.shape[3], layout_of(w, config.chunk)
     rows = layout.valid.shape[1]
     group = max(1, min(config.group, rows))
-    starts = jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if w.start is None else w.start
+    starts = _unknown(jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if w.start is None else w.start)
     channels = (C,) if w.outer is not None else ()
     sums_starts = jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if w.sums_start is None else w.sums_start
     packed = w.cu_seqlens is not None
@@ -112,7 +112,7 @@ def walk(config: Config, w: Walk) -> Walked:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
     tokens = {name: grouped(x) for name, x in _tokens(w, layout).items()}
-    states = (starts[:, 0], jnp.zeros_like(starts[:, 0]), sums_starts[:, 0])
+    states = (starts[:, 0], _unknown(jnp.zeros_like(starts[:, 0])), sums_starts[:, 0])
     states = varying_like(states, (tokens, starts, sums_starts))
     (state, aged, _), found = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
     out, products, behind = (None if x is None else x.reshape(x.shape[0] * group, *x.shape[2:])[:rows] for x in found)
@@ -123,6 +123,15 @@ def walk(config: Config, w: Walk) -> Walked:
         else None,
         None if products is None else layout.scatter(products),
     )
+
+
+def _unknown(state: jax.Array) -> jax.Array:
+    """The state, hidden from the compiler, which may know that it is zero.
+
+    XLA for CPUs leaves a product with such zeros unwritten (jaxlib 0.10.2 seldom, 0.12.0 often) and goes on with
+    whatever lies there.
+    """
+    return lax.optimization_barrier(state)
 
 
 def _tokens(w: Walk, layout: Layout) -> Arrays:
@@ -198,7 +207,6 @@ def _outputs(
     looking, scores = _decayed(x["a"], x, "inner", to_start), _scores(x, w.late)
     if aged is not None:
         token = _upto(x)
-        # one product: of two, XLA for CPUs (jaxlib 0.10.2) leaves that with a state of zeros unwritten
         looking, h = jnp.concatenate([token[:, None] * looking, looking], 3), jnp.concatenate([h, aged], 2)
         scores *= token[:, None] - token[None, :]
     looked = _product("bhia,bhac->bhic", looking, h)
