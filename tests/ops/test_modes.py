@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax.experimental import checkify
 
 from ejkernel import modules
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
@@ -82,6 +83,13 @@ def check_strictly(name: str, platform: Platform) -> None:
 @by_sample(SAMPLES)
 def test_strict_rules_and_64_bits(name):
     check_strictly(name, PLATFORMS[0])
+
+
+@by_sample(SAMPLES)
+def test_checks_by_strict_rules(name, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CHECKS", "1")
+    with strict_64_bits():
+        jax.eval_shape(checkify.checkify(SAMPLES[name].run), SAMPLES[name].given())
 
 
 @pytest.mark.parametrize("platform", [p for p in PLATFORMS if p.interpreted], ids=lambda p: p.id)

@@ -159,6 +159,10 @@ def test_ragged_heads_of_two_caches(mesh):
         assert_close({"out": out}, {"out": expected})
     with pytest.raises(TypeError, match="the spec of queries is 'tp': it must be one PartitionSpec"):
         ragged_page_attention(query, pages, *others, mesh=mesh, in_specs=("tp",))
+    with pytest.raises(ValueError, match=r"in_specs of kv_pages is .* or a pair of them"):
+        ragged_page_attention(query, pages, *others, mesh=mesh, in_specs=(queries, (HEADS,) * 3))
+    with pytest.raises(ValueError, match="9 specs are too many for queries, key_pages"):
+        ragged_page_attention(query, pages, *others, mesh=mesh, in_specs=(P(),) * 9)
 
 
 def test_contiguous_caches_split_along(mesh):

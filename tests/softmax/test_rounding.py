@@ -82,3 +82,17 @@ def test_float32_is_multiplied_as_such_unless_told_otherwise(dtype, given, defau
     products = [line for line in text.splitlines() if "dot_general" in line]
     kinds = [set(re.findall(r"precision = \[(\w+), (\w+)\]", line)) or {("DEFAULT", "DEFAULT")} for line in products]
     assert len(products) >= 6 and all(kind == {(found, found)} for kind in kinds)
+
+
+def test_other_ways_to_say_the_same():
+    q = jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32)
+    preset = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+    said = [
+        {"precision": preset},
+        {"precision": "TF32_TF32_F32"},
+        {"precision": [preset, preset], "logits_dtype": None},
+    ]
+    found = []
+    for options in said:
+        jax.eval_shape(lambda q, options=options: found.append(canonicalise(q, q, q, **options).spec), q)
+    assert found[0].precision == preset and found == [found[0]] * 3

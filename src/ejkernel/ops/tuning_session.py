@@ -1,7 +1,7 @@
 """The `autotune()` that is open around a call, if one is."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,7 @@ def session() -> Session | None:
     return _SESSION.get()
 
 
-def paused() -> Any:
+def paused() -> AbstractContextManager[None]:
     """Within, nothing is measured."""
     return opened(None)
 

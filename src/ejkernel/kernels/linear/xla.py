@@ -128,7 +128,7 @@ def walk(config: Config, w: Walk) -> Walked:
 def _unknown(state: jax.Array) -> jax.Array:
     """The state, hidden from the compiler, which may know that it is zero.
 
-    XLA for CPUs leaves a product with such zeros unwritten (jaxlib 0.10.2 seldom, 0.12.0 often) and goes on with
+    XLA for CPUs leaves a product with such zeros unwritten (jaxlib 0.10.2 seldom, 0.12.0.1 often) and goes on with
     whatever lies there.
     """
     return lax.optimization_barrier(state)

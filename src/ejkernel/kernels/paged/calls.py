@@ -188,16 +188,22 @@ def parted_specs(kv_pages: Any, in_specs: Any) -> Any:
         return in_specs
     if isinstance(in_specs, dict) and "kv_pages" in in_specs:
         given = in_specs["kv_pages"]
-        pair = given if _is_nested(given) else (given, given)
+        pair = _pair_of_specs(given) if _is_nested(given) else (given, given)
         others = {name: spec for name, spec in in_specs.items() if name != "kv_pages"}
         return others | dict(zip(_PAIR, pair, strict=True))
     if _is_nested(in_specs) and len(in_specs) > 1 and _is_nested(in_specs[1]):
-        return (in_specs[0], *in_specs[1], *in_specs[2:])
+        return (in_specs[0], *_pair_of_specs(in_specs[1]), *in_specs[2:])
     return in_specs
 
 
 def _is_nested(specs: Any) -> bool:
     return isinstance(specs, tuple | list) and not isinstance(specs, PartitionSpec)
+
+
+def _pair_of_specs(specs: Any) -> Any:
+    if len(specs) != 2:
+        raise ValueError(f"in_specs of kv_pages is {specs}: it must be one PartitionSpec, or a pair of them")
+    return specs
 
 
 PREFILL_LAYOUT: Layout = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.checks.arrays import integers
 from ejkernel.kernels.common.tiles import online_finish
@@ -64,7 +65,7 @@ def _check_shared(whole: Call, context_lens: Any, tables: Any, prefix_len: Any) 
         lens, ids = xp.asarray(context_lens), xp.asarray(tables)
         length = _length(xp, whole.spec.tokens, W * L, lens, xp.asarray(prefix_len))
         first = ids[xp.argmax(lens > 0)]
-        return (ids != first[None]) & (xp.arange(W) * L < length)[None] & (lens > 0)[:, None]
+        return (ids != first[None]) & (xp.arange(W, dtype=np.int32) * L < length)[None] & (lens > 0)[:, None]
 
     def first_other(xp: Any) -> Any:
         return xp.take_along_axis(xp.asarray(tables), others(xp).argmax(1)[:, None], 1)[:, 0]

@@ -196,11 +196,12 @@ def _ragged(
     cost: Cost | None = None,
     names: Mapping[str, str] = MappingProxyType(_NAMES),
 ) -> Parts:
+    lowest = _lowest(mask_value)
     options = {"softmax_scale": 1.0, "return_lse": True, "names": names}
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
     call = replace(call, spec=replace(call.spec, cost=cost))
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=static_int("block_size", block_size, 1))):
-        return _parts(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], _lowest(mask_value))
+        return _parts(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], lowest)
 
 
 def _lowest(mask_value: float) -> float:

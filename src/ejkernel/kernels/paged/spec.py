@@ -337,7 +337,7 @@ class _Integers(NamedTuple):
         S = L if self.block_tables is None else self.block_tables.shape[1] * L
 
         def counted(xp: Any) -> Any:
-            return xp.arange(N) < (N if self.num_seqs is None else self.num_seqs)
+            return xp.arange(N, dtype=np.int32) < (N if self.num_seqs is None else self.num_seqs)
 
         if self.num_seqs is not None:
             check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", self)
@@ -370,7 +370,7 @@ class _Integers(NamedTuple):
     def _used(self, xp: Any, spec: Spec, L: int) -> Any:
         """Which slots of the table (N, W) are read."""
         lens = xp.asarray(self.context_lens)[:, None]
-        slots = xp.arange(self.block_tables.shape[1])[None]
+        slots = xp.arange(self.block_tables.shape[1], dtype=np.int32)[None]
         used = slots * L < lens
         if spec.window is not None and spec.causal:
             queries = spec.tokens if self.query_start is None else xp.diff(self.query_start)[:, None]
@@ -495,6 +495,8 @@ def shards(layout: Layout, mesh: Any, in_specs: Any, out_specs: Any) -> Shards:
             return None
         if isinstance(specs, P):
             specs = [specs]
+        if len(specs) > len(names) and not isinstance(specs, dict):
+            raise ValueError(f"{len(specs)} specs are too many for {', '.join(names)}")
         named = specs.items() if isinstance(specs, dict) else zip(names, specs, strict=False)
         return dict(moved(name, spec) for name, spec in named)
 

@@ -107,7 +107,7 @@ def _check_arguments(function: Callable[..., Any]) -> None:
 def _answers_ints(function: Callable[..., Any]) -> bool:
     try:
         return not isinstance(function(0, 0, 0, 0), jax.Array)
-    except (TypeError, AttributeError):  # it uses its indices as arrays, or cannot take four: vectorising tells
+    except (TypeError, AttributeError):  # it uses its indices as arrays
         return False
 
 
