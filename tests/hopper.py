@@ -81,8 +81,8 @@ def lower(sizes: argparse.Namespace) -> None:
         if reasons := mosaic_gpu.unsupported(call) + mosaic_gpu.unsupported_config(call, config):
             raise SystemExit("; ".join(reasons))
         print(config)
-        outputs, residuals = mosaic_gpu.forward(call, config)
-        return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
+        outputs, residuals = mosaic_gpu.IMPLEMENTATION.forward(call, config)
+        return outputs, mosaic_gpu.IMPLEMENTATION.backward(call, residuals, outputs, config)
 
     x = jax.ShapeDtypeStruct((1 if sizes.documents else 2, sizes.length, 16, sizes.head_dim), jnp.bfloat16)
     jax.jit(both).trace(x, x, x).lower(lowering_platforms=("cuda",))

@@ -35,7 +35,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CALLS = callback.io_callback_impl  # which the harness replaces, for another interpreter
 
-from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd_fused, mosaic_gpu_fwd
+from ejkernel.kernels.softmax import mosaic_gpu
+from ejkernel.kernels.softmax.mosaic_gpu import backward_fused as fused_backward_kernel
+from ejkernel.kernels.softmax.mosaic_gpu import forward as forward_kernel
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
 from harness.checks import Arrays, settle
@@ -135,9 +137,9 @@ def install() -> None:
     )
     gpu_callbacks._get_shared_memory = lambda: Operands(memory())
     # what they have of PTX
-    mosaic_gpu_fwd.row_max = lambda x: x.max(axis=1)
-    mosaic_gpu_fwd.rescaled = lambda x, factors: x * factors[:, None]
-    mosaic_gpu_bwd_fused.widened = lambda x: x.astype(jnp.float32)
+    forward_kernel.row_max = lambda x: x.max(axis=1)
+    forward_kernel.rescaled = lambda x, factors: x * factors[:, None]
+    fused_backward_kernel.widened = lambda x: x.astype(jnp.float32)
     plgpu.kernel = partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore"))
 
 
@@ -147,11 +149,11 @@ def both(case: Case, cfg: dict[str, Any], arrays: Arrays, cotangents: Arrays) ->
     config = replace(mosaic_gpu.default_config(call), **cfg)
     if reasons := mosaic_gpu.unsupported_config(call, config):
         raise NotImplementedError("; ".join(reasons))
-    outputs, residuals = mosaic_gpu.forward(call, config)
+    outputs, residuals = mosaic_gpu.IMPLEMENTATION.forward(call, config)
     given = {
         name: cotangents[name].astype(x.dtype).reshape(x.shape) for name, x in outputs.items() if name in cotangents
     }
-    gradients = mosaic_gpu.backward(call, residuals, given, config)
+    gradients = mosaic_gpu.IMPLEMENTATION.backward(call, residuals, given, config)
     found = {name: gradients[name].reshape(arrays[name].shape) for name in ("query", "key", "value")}
     if case.sinks == "H":
         found["softmax_aux"] = gradients["sinks"][0].astype(arrays["softmax_aux"].dtype)

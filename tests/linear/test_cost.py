@@ -69,7 +69,7 @@ def training_flops(given, wanted, loss=loss, **options):
 
 
 def test_gradients_nobody_uses_are_left_out_by_the_compiler():
-    """Every gradient is a walk of its own, see kernels/linear/walks.py."""
+    """Every gradient is a walk of its own, see kernels/linear/scans.py."""
     given = structs(130, "initial_state")
     everything = training_flops(given, tuple(given))
     for name in given:

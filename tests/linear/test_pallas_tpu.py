@@ -8,10 +8,10 @@ import pytest
 from ejkernel.kernels.common.pallas_tpu import CHIPS, chip_of
 from ejkernel.kernels.linear import pallas_tpu
 from ejkernel.kernels.linear.operations import RECURRENT_ATTENTION, _struct_call
-from ejkernel.kernels.linear.pallas_tpu_tiles import Chunk, added
+from ejkernel.kernels.linear.pallas_tpu.tiles import Chunk, added
 from ejkernel.kernels.linear.reference import reference
+from ejkernel.kernels.linear.scans import Walk
 from ejkernel.kernels.linear.spec import canonicalise
-from ejkernel.kernels.linear.walks import Walk
 from ejkernel.ops import Target, interpret
 from ejkernel.ops.dispatch import choose, run
 from harness import normal

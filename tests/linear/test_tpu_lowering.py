@@ -39,8 +39,8 @@ def walks(call):
 
     def both(arrays):
         mine = replace(call, arrays=arrays)
-        outputs, residuals = pallas_tpu.forward(mine, config)
-        return outputs, pallas_tpu.backward(mine, residuals, outputs, config)
+        outputs, residuals = pallas_tpu.IMPLEMENTATION.forward(mine, config)
+        return outputs, pallas_tpu.IMPLEMENTATION.backward(mine, residuals, outputs, config)
 
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.arrays.items()}
     text = jax.jit(both).trace(structs).lower(lowering_platforms=("tpu",)).as_text()

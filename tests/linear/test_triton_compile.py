@@ -29,8 +29,8 @@ def reports(arch, *gates, T=2048, D=128, constant=True, backward=True, **options
 
     def both(arrays):
         mine = Call(call.spec, arrays, call.target)
-        outputs, residuals = triton.forward(mine, config)
-        return outputs, triton.backward(mine, residuals, outputs, config) if backward else None
+        outputs, residuals = triton.IMPLEMENTATION.forward(mine, config)
+        return outputs, triton.IMPLEMENTATION.backward(mine, residuals, outputs, config) if backward else None
 
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.arrays.items()}
     return compile_launches(both, structs, target=arch)

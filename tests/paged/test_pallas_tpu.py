@@ -18,7 +18,7 @@ from ejkernel.kernels.common.pallas_tpu import CHIPS
 from ejkernel.kernels.paged import pallas_tpu, ragged
 from ejkernel.kernels.paged.calls import page_call
 from ejkernel.kernels.paged.operations import page_structs
-from ejkernel.kernels.paged.pallas_tpu_kernel import Blocks
+from ejkernel.kernels.paged.pallas_tpu.kernel import Blocks
 from ejkernel.kernels.paged.reference import reference
 from ejkernel.modules import cascade_attention, page_attention
 from ejkernel.ops import Target, interpret
@@ -57,7 +57,7 @@ def test_two_cores(monkeypatch):
     call = page_call(**arrays, return_lse=True).on(Target("cpu", "cpu", "cpu", interpreted=True))
     config = pallas_tpu.Config(block_q=2, block_k=32)
     assert pallas_tpu._kernel(call, config).cores == 2
-    run = jax.jit(lambda arrays: pallas_tpu.forward(replace(call, arrays=arrays), config)[0])
+    run = jax.jit(lambda arrays: pallas_tpu.IMPLEMENTATION.forward(replace(call, arrays=arrays), config)[0])
     outputs = run(call.arrays)
     assert_close(outputs, case.expected()[0])
     for name, again in run(call.arrays).items():

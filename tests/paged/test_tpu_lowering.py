@@ -18,6 +18,6 @@ def test_lowers(name):
     assert pallas_tpu.unsupported(call) == []
     config = pallas_tpu.default_config(call)
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.arrays.items()}
-    forward = jax.jit(lambda arrays: pallas_tpu.forward(replace(call, arrays=arrays), config)[0])
+    forward = jax.jit(lambda arrays: pallas_tpu.IMPLEMENTATION.forward(replace(call, arrays=arrays), config)[0])
     text = forward.trace(structs).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("@tpu_custom_call") == 1

@@ -7,8 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejkernel.kernels.paged import triton_tiles
-from ejkernel.kernels.paged.triton import Config
+from ejkernel.kernels.paged.triton import Config, tiles
 from harness.paged import MIXED, MIXED_LENGTHS, Case, check_case
 from harness.platforms import Platform
 
@@ -94,9 +93,9 @@ setattr(Ptx, "and", lambda self, name, a, b: a & b)
 @pytest.mark.parametrize(
     ("code", "dtype"),
     [
-        (triton_tiles.FROM_E4M3, ml_dtypes.float8_e4m3fn),
-        (triton_tiles.FROM_E5M2, ml_dtypes.float8_e5m2),
-        (triton_tiles.FROM_INT8, np.int8),
+        (tiles.FROM_E4M3, ml_dtypes.float8_e4m3fn),
+        (tiles.FROM_E5M2, ml_dtypes.float8_e5m2),
+        (tiles.FROM_INT8, np.int8),
     ],
     ids=["e4m3", "e5m2", "int8"],
 )

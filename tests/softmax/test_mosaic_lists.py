@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.softmax import mosaic_gpu
-from ejkernel.kernels.softmax.mosaic_gpu_lists import PIECE, entries
+from ejkernel.kernels.softmax.mosaic_gpu.block_lists import PIECE, entries
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.reference import visible
 from ejkernel.kernels.softmax.spec import canonicalise

@@ -13,9 +13,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.softmax import mosaic_gpu, mosaic_gpu_bwd, mosaic_gpu_bwd_fused, mosaic_gpu_fwd, triton
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import copied_bias
-from ejkernel.kernels.softmax.mosaic_gpu_walk import Runs, Walk
+from ejkernel.kernels.softmax import mosaic_gpu, triton
+from ejkernel.kernels.softmax.mosaic_gpu import backward as backward_kernels
+from ejkernel.kernels.softmax.mosaic_gpu import backward_fused
+from ejkernel.kernels.softmax.mosaic_gpu import forward as forward_kernel
+from ejkernel.kernels.softmax.mosaic_gpu.scheduler import Runs, Walk
+from ejkernel.kernels.softmax.mosaic_gpu.tiles import copied_bias
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target, deterministic
@@ -113,8 +116,8 @@ def test_lowers_forward_and_backward(name, monkeypatch):
         call = canonicalise(query, key, value, **options).on(HOPPER)
         assert mosaic_gpu.unsupported(call) == []
         config = replace(mosaic_gpu.default_config(call), **kind)
-        outputs, residuals = mosaic_gpu.forward(call, config)
-        return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
+        outputs, residuals = mosaic_gpu.IMPLEMENTATION.forward(call, config)
+        return outputs, mosaic_gpu.IMPLEMENTATION.backward(call, residuals, outputs, config)
 
     may_be_one = CASES[name]["D"] == 128 and mosaic_gpu.CAN_ADD and not {"bias", "dropout_prob"} & set(CASES[name])
     for same_bits in (False, True) if may_be_one else (True,):
@@ -145,8 +148,8 @@ def test_lowers_what_is_no_default(name, monkeypatch):
         call = canonicalise(query, key, value, **options).on(HOPPER)
         config = replace(mosaic_gpu.default_config(call), **{"fused": False, **way})
         assert mosaic_gpu.unsupported_config(call, config) == []
-        outputs, residuals = mosaic_gpu.forward(call, config)
-        return outputs, mosaic_gpu.backward(call, residuals, outputs, config)
+        outputs, residuals = mosaic_gpu.IMPLEMENTATION.forward(call, config)
+        return outputs, mosaic_gpu.IMPLEMENTATION.backward(call, residuals, outputs, config)
 
     with deterministic(False):
         text = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -295,12 +298,12 @@ def test_shared_memory_is_what_the_kernels_allocate(D, kind, monkeypatch):
     def both(query, key, value):
         call = canonicalise(query, key, value, **options).on(HOPPER)
         config = replace(mosaic_gpu.default_config(call), **kind)
-        outputs, residuals = mosaic_gpu.forward(call, config)
-        assert mosaic_gpu.backward(call, residuals, outputs, config)
+        outputs, residuals = mosaic_gpu.IMPLEMENTATION.forward(call, config)
+        assert mosaic_gpu.IMPLEMENTATION.backward(call, residuals, outputs, config)
         return config.shared_bytes(D, *(copied_bias(call, side) for side in ("q", "k")))
 
     monkeypatch.setattr(triton, "bias_gradient", lambda call, *_: jnp.zeros(call["bias"].shape))
-    for module in (mosaic_gpu_fwd, mosaic_gpu_bwd, mosaic_gpu_bwd_fused):
+    for module in (forward_kernel, backward_kernels, backward_fused):
         monkeypatch.setattr(module, "launch", record)
     expected = {}
     jax.eval_shape(lambda *x: expected.update(both(*x)) or x, *arrays)
@@ -330,7 +333,7 @@ def test_a_batch_may_pass_the_limit_of_a_second_grid_dimension():
     def attend(query):
         call = canonicalise(query, query, query).on(HOPPER)
         assert mosaic_gpu.unsupported(call) == []
-        return mosaic_gpu.forward(call, mosaic_gpu.default_config(call))
+        return mosaic_gpu.IMPLEMENTATION.forward(call, mosaic_gpu.default_config(call))
 
     assert "mosaic_gpu" in jax.jit(attend).trace(q).lower(lowering_platforms=("cuda",)).as_text()
 

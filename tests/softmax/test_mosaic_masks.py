@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.softmax import mosaic_gpu
-from ejkernel.kernels.softmax.mosaic_gpu_tiles import Kernel
+from ejkernel.kernels.softmax.mosaic_gpu.tiles import Kernel
 from ejkernel.kernels.softmax.reference import visible
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target

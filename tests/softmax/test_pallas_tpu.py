@@ -12,8 +12,8 @@ from ejkernel.kernels.common.pallas_tpu import CHIPS, MIB, chip_of
 from ejkernel.kernels.common.pallas_tpu_cost import costs
 from ejkernel.kernels.softmax import pallas_tpu, pallas_tpu_tiles
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.kernels.softmax.pallas_tpu_steps import FIRST, LAST, MASKED, VISIT, flatten
-from ejkernel.kernels.softmax.pallas_tpu_tiles import rounded
+from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, MASKED, VISIT, flatten
+from ejkernel.kernels.softmax.pallas_tpu.tiles import rounded
 from ejkernel.kernels.softmax.schedule import plan
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.modules import flash_attention

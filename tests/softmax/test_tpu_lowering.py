@@ -25,8 +25,8 @@ def test_lowers_forward_and_backward(kind):
         call = canonicalise(query, key, value, causal=True, **options).on(V5E)
         assert pallas_tpu.unsupported(call) == []
         config = pallas_tpu.default_config(call)
-        outputs, residuals = pallas_tpu.forward(call, config)
-        return outputs, pallas_tpu.backward(call, residuals, outputs, config)
+        outputs, residuals = pallas_tpu.IMPLEMENTATION.forward(call, config)
+        return outputs, pallas_tpu.IMPLEMENTATION.backward(call, residuals, outputs, config)
 
     query, key = (jax.ShapeDtypeStruct((2, T, heads, D), "bfloat16") for heads in (H, HKV))
     ids = jax.ShapeDtypeStruct((2, T), "int32")

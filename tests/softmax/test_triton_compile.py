@@ -53,8 +53,8 @@ def default_launches(target: str, dtype: str, D: int, kind: str):
         call = canonicalise(query, key, value, **options(*more)).on(Target("gpu", target, target))
         assert triton.unsupported(call) == []
         config = triton.default_config(call)
-        outputs, residuals = triton.forward(call, config)
-        return triton.backward(call, residuals, outputs, config)
+        outputs, residuals = triton.IMPLEMENTATION.forward(call, config)
+        return triton.IMPLEMENTATION.backward(call, residuals, outputs, config)
 
     key = jax.ShapeDtypeStruct((B, T, HKV, D), dtype)
     launches = collect_launches(both, jax.ShapeDtypeStruct((B, T, H, D), dtype), key, key, *arrays)
@@ -160,9 +160,9 @@ def test_reductions_after_products_compile_for_tensor_memory():
     def both(query, bias):
         call = canonicalise(query, query, query, bias=bias, normalize_output=False).on(target)
         config = triton.default_config(call)
-        outputs, residuals = triton.forward(call, config)
+        outputs, residuals = triton.IMPLEMENTATION.forward(call, config)
         cotangents = {"out": outputs["out"], "lse": outputs["lse"]}
-        return triton.backward(call, residuals, cotangents, config)
+        return triton.IMPLEMENTATION.backward(call, residuals, cotangents, config)
 
     for launch, operands in collect_launches(both, q, bias):
         if launch.kernel.__name__ in ("forward_kernel", "dbias_kernel"):

@@ -321,7 +321,7 @@ class Program:
         return Planned(made["rows"], made.get("index"))
 
     def _maker(self, tile: Tile, side: Side) -> Maker:
-        from ejkernel.kernels.softmax.triton_schedule import EXTENTS, extents_kernel, rows_kernel
+        from ejkernel.kernels.softmax.triton.schedule import EXTENTS, extents_kernel, rows_kernel
 
         tile = replace(tile, block_k=self.piece(tile, side) or tile.block_k, warps=4, stages=1)
         B, n_q, n_k = self.dims.B, -(-self.dims.T // tile.block_q), -(-self.dims.S // tile.block_k)
@@ -473,9 +473,9 @@ class Program:
 
 
 def _kernel(name: str) -> Any:
-    from ejkernel.kernels.softmax import triton_bwd, triton_fwd
+    from ejkernel.kernels.softmax.triton import backward, forward
 
-    return getattr(triton_fwd if name == "forward" else triton_bwd, f"{name}_kernel")
+    return getattr(forward if name == "forward" else backward, f"{name}_kernel")
 
 
 def _aligned(tensors: Mapping[str, Tensor]) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.pieces import cut, most_pieces
-from ejkernel.kernels.linear.walks import Walk
+from ejkernel.kernels.linear.scans import Walk
 from ejkernel.types.segments import searched
 
 

@@ -11,10 +11,10 @@ from jax import lax
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
-from ejkernel.kernels.linear import chunks, walks
+from ejkernel.kernels.linear import chunks, scans
 from ejkernel.kernels.linear.layout import Layout, layout_of
+from ejkernel.kernels.linear.scans import Walk, Walked
 from ejkernel.kernels.linear.spec import dimensions
-from ejkernel.kernels.linear.walks import Walk, Walked
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 from ejkernel.ops.sharding import varying_like
@@ -52,11 +52,11 @@ def search_space(call: Call) -> list[Config]:
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
-    return walks.forward(call, partial(walk, config))
+    return scans.forward(call, partial(walk, config))
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
-    return walks.backward(call, residuals, cotangents, partial(walk, config))
+    return scans.backward(call, residuals, cotangents, partial(walk, config))
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

@@ -150,7 +150,7 @@ SELECT_BLOCKS = Operation(
     outputs=selection.OUTPUTS,
     implementations={
         "xla": "ejkernel.kernels.native_sparse.xla_selection",
-        "triton": "ejkernel.kernels.native_sparse.triton_selection",
+        "triton": "ejkernel.kernels.native_sparse.triton.selection",
     },
     preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)},
     bucket=selection_bucket,

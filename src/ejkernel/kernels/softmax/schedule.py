@@ -9,7 +9,7 @@ A schedule has one of two forms, by what the mask can promise:
 - `Lists`: the visited blocks are listed one by one, those that need no mask first. Block patterns and dense masks.
 
 The arithmetic is written over a namespace `xp` of arrays: jax.numpy, or numpy where everything is known on the host.
-For tensors with lengths `triton_schedule.py` says the same in Triton.
+For tensors with lengths `triton/schedule.py` says the same in Triton.
 """
 
 from typing import Any, Literal, NamedTuple

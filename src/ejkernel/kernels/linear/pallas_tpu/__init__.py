@@ -1,0 +1,163 @@
+"""Linear attention on TPUs, in Pallas: every walk is one kernel; here is how long its chunks are, and what they take.
+
+VMEM in bytes, for chunks of L tokens and W channels, the larger of both dimensions, rounded up:
+
+    blocks    of every array, as the walk asks for them, whole tiles; twice, for the pipeline copies one meanwhile
+    scratch   as the walk asks for it
+    values    4 * L * W * 8 + 4 * L * L * 4 + 4 * W * W * 3; half as much again for float32, whose
+              products take several passes, and two more states for an aged walk
+
+libtpu 0.0.42 allocates less, 6.4 of 7.4 MiB for every gate in float32 with W 256.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, chip_of, launch
+from ejkernel.kernels.common.pieces import most_pieces
+from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.linear import scans, xla
+from ejkernel.kernels.linear.layout import Layout, layout_of
+from ejkernel.kernels.linear.pallas_tpu.scan import Steps
+from ejkernel.kernels.linear.scans import Walk, Walked
+from ejkernel.kernels.linear.spec import Spec, dimensions
+from ejkernel.ops import Call, Implementation, Target
+from ejkernel.ops.autodiff import default_rules
+from ejkernel.ops.operation import Arrays
+
+LEAST_CHUNK = 16  # rows of a tile of bfloat16
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tokens per chunk."""
+
+    chunk: int = 128
+
+    def __post_init__(self) -> None:
+        config_ints(self, ("chunk",), LEAST_CHUNK, power_of_two=True)
+
+
+# What fits ---------------------------------------------------------------------------------------------------
+
+
+def vmem_bytes(call: Call, config: Config) -> int:
+    """Bytes of VMEM that the largest walk of a call needs; the arithmetic is at the top of this file."""
+    shapes = tuple((name, x.shape, str(x.dtype)) for name, x in call.arrays.items())
+    return _largest_walk(call.spec, shapes, config.chunk)
+
+
+@lru_cache(maxsize=256)
+def _largest_walk(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
+    found = [0]
+
+    def measure(w: Walk) -> Walked:
+        layout = layout_of(w, chunk)
+        if _any(w, layout):
+            found.append(Steps(w, chunk, layout).vmem_bytes())
+        B, T, H, C = w.c.shape
+        state = jnp.zeros((B, layout.sequences, H, w.a.shape[3], C)) if w.with_state else None
+        products = jnp.zeros((B, T, H) if w.outer is None else w.c.shape) if w.factor is not None else None
+        return Walked(w.c if w.with_out else None, state, products)
+
+    def both(arrays: Any) -> None:
+        call = Call(spec, arrays)
+        outputs, residuals = scans.forward(call, measure)
+        scans.backward(call, residuals, outputs, measure)
+
+    with default_rules():
+        jax.eval_shape(both, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes})
+    return max(found)
+
+
+def _any(w: Walk, layout: Layout) -> bool:
+    """Whether there is anything to walk along: no kernel has a grid of nothing."""
+    return 0 not in w.a.shape[:3] and layout.sequences > 0
+
+
+def smem_bytes(call: Call, config: Config) -> int:
+    """Bytes of scalar memory: three numbers of every chunk of packed sequences, and the decays of heads."""
+    dims = dimensions(call)
+    rows = most_pieces(dims.T, dims.N, config.chunk) if "cu_seqlens" in call else 0
+    return 4 * dims.B * (3 * rows + ("g_gamma" in call) * dims.H)
+
+
+def unsupported(call: Call) -> list[str]:
+    """Why a TPU cannot do the call; empty if it can."""
+    return unsupported_config(call, default_config(call))
+
+
+def unsupported_config(call: Call, config: Config) -> list[str]:
+    """Why a config does not fit the chip; empty if it does."""
+    chip, reasons = chip_of(call.target), []
+    if (need := vmem_bytes(call, config)) > chip.vmem_budget:
+        reasons.append(f"{config}: needs {need / MIB:.1f} MiB of VMEM, {chip.name} has {chip.vmem_budget / MIB:.1f}")
+    if (need := smem_bytes(call, config)) > SMEM_BYTES // 2:
+        reasons.append(
+            f"{config}: the chunks of packed sequences need {need / 1024:.0f} KiB of scalar memory, "
+            f"{SMEM_BYTES // 2048} are to spare"
+        )
+    return reasons
+
+
+def default_config(call: Call) -> Config:
+    """Chunks that fill the matrix unit, but no longer than a sequence, halved until they fit."""
+    dims = dimensions(call)
+    length = power_of_two(max(1, dims.T // max(1, dims.N)), LEAST_CHUNK)
+    config = Config(min(LANES, length))
+    while vmem_bytes(call, config) > chip_of(call.target).vmem_budget and config.chunk > LEAST_CHUNK:
+        config = Config(config.chunk // 2)
+    return config
+
+
+def search_space(call: Call) -> list[Config]:
+    found = [Config(chunk) for chunk in (16, 32, 64, 128, 256)]
+    return [config for config in found if not unsupported_config(call, config)]
+
+
+# A walk ------------------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    return scans.forward(call, partial(walk, config, call.target))
+
+
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    return scans.backward(call, residuals, cotangents, partial(walk, config, call.target))
+
+
+IMPLEMENTATION = Implementation(
+    Config, unsupported, default_config, search_space, forward, backward, unsupported_config
+)
+
+
+def walk(config: Config, target: Target, w: Walk) -> Walked:
+    """Take a walk, so many tokens at a time."""
+    layout = layout_of(w, config.chunk)
+    if not _any(w, layout):
+        return xla.walk(xla.Config(), w)
+    steps = Steps(w, config.chunk, layout)
+    arrays, outputs = steps.operands(), steps.outputs()
+    found = launch(
+        steps.linear_walk,
+        target=target,
+        grid=steps.grid,
+        scalars=list(steps.scalars.values()),
+        arrays=arrays,
+        outputs=outputs,
+        scratch={name: pltpu.VMEM(shape, jnp.float32) for name, shape in steps.scratch().items()},
+        cost=steps.cost(arrays, outputs),
+        parallel=2,
+    )
+    out, state, products = (found.get(name) for name in ("out", "state", "products"))
+    return Walked(
+        None if out is None else steps.from_tokens(out).astype(w.c.dtype),
+        None if state is None else steps.final_states(state),
+        None if products is None else steps.from_products(products),
+    )

@@ -1,0 +1,351 @@
+"""Paged attention in Triton, for NVIDIA GPUs from sm_80 on: configs and launches of the kernels beside it.
+
+Sequences with few query rows go to the decode kernel, which splits their keys over programs; the others go to the
+prefill kernel, which splits their rows. A ragged call launches both, and on the device each sequence belongs to one.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions
+from ejkernel.ops import Call, Implementation
+
+# query rows that a program of the decode kernel may hold: tokens times the query heads of a key head
+MOST_ROWS = 128
+# in float32, where they fill the shared memory of a program, by the padded head dim
+_FLOAT32_ROWS = {"hopper": {64: 128, 128: 128, 256: 64}, "ampere": {64: 128, 128: 64, 256: 16}}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of both kernels.
+
+    Attributes:
+        splits: shares of a sequence's keys in the decode kernel; more than one are merged by a kernel of their own.
+        least_keys: keys below which a share is not cut further.
+        decode_tokens: in a ragged call, sequences with at most as many query tokens go to the decode kernel.
+        decode_keys: keys per step of the decode kernel.
+        decode_apart: whether each warp of the decode kernel has keys of its own, at least 16 a step, and they meet at
+            the end only. Costs registers for every row.
+        prefill_rows: query rows (tokens times heads of a key head) of a prefill tile.
+        prefill_keys: keys per step of the prefill kernel.
+    """
+
+    splits: int = 1
+    least_keys: int = 256
+    decode_tokens: int = 1
+    decode_keys: int = 64
+    decode_warps: int = 4
+    decode_stages: int = 3
+    decode_apart: bool = False
+    prefill_rows: int = 128
+    prefill_keys: int = 64
+    prefill_warps: int = 8
+    prefill_stages: int = 2
+
+    def __post_init__(self) -> None:
+        config_ints(self, ("decode_keys", "prefill_rows", "prefill_keys"), 16, power_of_two=True)
+        for name in ("decode_warps", "prefill_warps"):
+            if getattr(self, name) not in (1, 2, 4, 8, 16):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 1, 2, 4, 8 or 16")
+        config_ints(self, ("splits", "least_keys"))
+        config_ints(self, ("decode_tokens",), 0)
+        if self.splits > 1024:
+            raise ValueError(f"splits={self.splits} must be at most 1024")
+        if self.decode_apart and self.decode_keys < 16 * self.decode_warps:
+            raise ValueError(
+                f"decode_apart needs 16 keys for each warp, not {self.decode_keys} for {self.decode_warps} of them"
+            )
+
+
+def unsupported(call: Call) -> list[str]:
+    dims, cache = dimensions(call), _cache(call).dtype
+    capability, on_gpu = call.target.capability, call.target.backend == "gpu"
+    limits = {
+        f"head_dim {max(dims.D, dims.Dv)}: at most 256": max(dims.D, dims.Dv) > 256,
+        f"{call.target.arch}: needs sm_80 or newer": on_gpu and capability < 80,
+        f"a {cache} cache on {call.target.arch}: needs sm_89 or newer": (
+            on_gpu and capability < 89 and cache == jnp.float8_e4m3fn
+        ),
+        f"num_splits {call.spec.num_splits}: at most 1024": (call.spec.num_splits or 1) > 1024,
+    }
+    return [reason for reason, holds in limits.items() if holds]
+
+
+# multiprocessors of a chip, by architecture: what a launch has to fill
+_CORES = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148}
+
+# by the padded head dim. Decode (keys, warps, stages): two or three programs on a multiprocessor, which together have
+# about 100 KB of keys and values on their way, hide the latency of its memory. Prefill (rows, keys, warps, stages).
+_DECODE = {
+    "hopper": {64: (128, 4, 3), 128: (64, 4, 4), 256: (32, 4, 3)},
+    "ampere": {64: (64, 4, 2), 128: (32, 4, 3), 256: (16, 4, 3)},
+    "float32": {64: (32, 4, 2), 128: (16, 4, 2), 256: (16, 8, 2)},
+}
+_PREFILL = {
+    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+    "ampere": {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+    "float32": {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)},
+}
+
+
+def _width(dims: Dimensions) -> int:
+    return power_of_two(max(dims.D, dims.Dv), 64)
+
+
+def _generation(call: Call) -> str:
+    return "hopper" if call.target.capability in (0, 90, 100, 103) else "ampere"  # 0: in the interpreter
+
+
+def _most_rows(call: Call, dims: Dimensions) -> int:
+    float32 = call["query"].dtype == jnp.float32
+    return _FLOAT32_ROWS[_generation(call)][_width(dims)] if float32 else MOST_ROWS
+
+
+def default_config(call: Call) -> Config:
+    dims = dimensions(call)
+    width = _width(dims)
+    kind = "float32" if call["query"].dtype == jnp.float32 else _generation(call)
+    narrow = _cache(call).dtype.itemsize == 1
+    keys, warps, stages = _DECODE[kind][width]
+    stages += 2 * narrow  # half the bytes: more steps on their way
+    apart = narrow and width <= 128 and _may_part(call, dims, keys, warps)  # and less time to wait for other warps
+    if apart and "block_tables" in call and dims.L % keys and (kind, width) == ("hopper", 128):
+        keys, stages, apart = 128, 3, False  # each step looks up the page of every key: fewer steps
+    if _decode_rows(dims, call.spec.tokens or 1) > 32:
+        keys, warps, stages = max(16, keys // 2), 8, min(stages, 2)
+    rows, prefill_keys, prefill_warps, prefill_stages = _PREFILL[kind][width]
+    return Config(
+        splits=_splits(call, dims),
+        decode_tokens=max(1, 16 // dims.G) if _most_rows(call, dims) >= dims.G else 0,
+        decode_keys=keys,
+        decode_warps=warps,
+        decode_stages=stages,
+        decode_apart=apart,
+        prefill_rows=rows,
+        prefill_keys=prefill_keys,
+        prefill_warps=prefill_warps,
+        prefill_stages=prefill_stages,
+    )
+
+
+def _splits(call: Call, dims: Dimensions) -> int:
+    """Enough programs to fill the chip twice over, each with at least 256 keys; one and a half times needs no merge."""
+    cores, programs = _CORES.get(call.target.arch, 132), dims.B * dims.N * dims.Hkv
+    wanted = 1 if 2 * programs >= 3 * cores else -(-2 * cores // programs)
+    return max(1, min(wanted, -(-dims.S // 256), 128))
+
+
+def _may_part(call: Call, dims: Dimensions, keys: int, warps: int) -> bool:
+    """Whether warps can have keys of their own: enough of them, and a tile of rows that fits a warp's registers."""
+    return keys >= 16 * warps and _decode_rows(dims, call.spec.tokens or 1) == 16
+
+
+def search_space(call: Call) -> list[Config]:
+    base, dims = default_config(call), dimensions(call)
+    found = [
+        replace(
+            base,
+            splits=max(1, int(base.splits * more)),
+            decode_keys=keys,
+            decode_warps=warps,
+            decode_stages=stages,
+            decode_apart=apart,
+        )
+        for more in (0.5, 1, 2, 4)
+        for keys in (32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        for apart in (False, True)
+        if not apart or _may_part(call, dims, keys, warps)
+    ]
+    if call.spec.tokens is None or _decode_rows(dims, call.spec.tokens) > _most_rows(call, dims):
+        tiles = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
+        names = ("prefill_rows", "prefill_keys", "prefill_warps", "prefill_stages")
+        found += [replace(base, **dict(zip(names, tile, strict=True))) for tile in tiles]
+    return found
+
+
+def _decode_rows(dims: Dimensions, tokens: int) -> int:
+    return power_of_two(max(1, tokens * dims.G), 16)
+
+
+def _cache(call: Call) -> Any:
+    return call["kv_pages" if "kv_pages" in call else "key_pages"]
+
+
+class _Launch:
+    """The arguments the kernels share, by name."""
+
+    def __init__(self, call: Call):
+        spec: Spec = call.spec
+        dims = dimensions(call)
+        interleaved = "kv_pages" in call
+        key, value = (call["kv_pages"],) * 2 if interleaved else (call["key_pages"], call["value_pages"])
+
+        def step(name: str, size: int) -> int:
+            """How far apart the rows of the batch axis are; 0 where an array broadcasts along it."""
+            return size if name in call and call[name].shape[0] > 1 else 0
+
+        names = ("kv_pages", "kv_pages") if interleaved else ("key_pages", "value_pages")
+        self.values: dict[str, Any] = {
+            "p_q": call["query"],
+            "p_k": key,
+            "p_v": value,
+            "p_table": call.get("block_tables"),
+            "p_lens": call["context_lens"],
+            "p_query_start": call.get("query_start"),
+            "p_num_seqs": call.get("num_seqs"),
+            "p_starts": call.get("starts"),
+            "p_sinks": call.get("sinks"),
+            "p_k_scale": call.get("k_scale"),
+            "p_v_scale": call.get("v_scale"),
+            "T": dims.T,
+            "N": dims.N,
+            "P": dims.P,
+            "W": dims.W,
+            "S": dims.S,
+            "H": dims.H,
+            "scale": spec.scale,
+            "soft_cap": spec.soft_cap or 1.0,
+            "s_k": step(names[0], dims.P * dims.L),
+            "s_v": step(names[1], dims.P * dims.L),
+            "s_table": step("block_tables", dims.N * dims.W),
+            "s_lens": step("context_lens", dims.N),
+            "s_query_start": step("query_start", dims.N + 1),
+            "s_num_seqs": step("num_seqs", 1),
+            "s_starts": step("starts", dims.N),
+            "s_sinks": step("sinks", dims.H),
+            "s_k_scale": step("k_scale", dims.Hkv),
+            "s_v_scale": step("v_scale", dims.Hkv),
+        }
+        both = 2 if interleaved else 1
+        paired = key.dtype.itemsize == 1 and dims.D % 2 == dims.Dv % 2 == 0
+        least = 32 if paired else 16
+        self.constants = {
+            "HKV": dims.Hkv,
+            "G": dims.G,
+            "TOKENS": spec.tokens,
+            "L": dims.L,
+            "D": dims.D,
+            "DV": dims.Dv,
+            "BD": power_of_two(dims.D, least),
+            "BDV": power_of_two(dims.Dv, least),
+            "K_TOKEN": both * dims.Hkv * dims.D,
+            "V_TOKEN": both * dims.Hkv * dims.Dv,
+            "K_HEAD": both * dims.D,
+            "V_HEAD": both * dims.Dv,
+            "V_FIRST": dims.D if interleaved else 0,
+            "WINDOW": spec.window,
+            "CAUSAL": spec.causal,
+            "CAPPED": spec.soft_cap is not None,
+            "TABLE": "block_tables" in call,
+            "COUNTED": "num_seqs" in call,
+            "STARTS": "starts" in call,
+            "SINKS": "sinks" in call,
+            "K_SCALED": "k_scale" in call,
+            "V_SCALED": "v_scale" in call,
+            "NARROW": key.dtype.itemsize == 1 and call["query"].dtype == jnp.bfloat16,
+            "PAIRED": paired,
+            "PTX": call.target.capability > 0,  # 0: in the interpreter
+            "PRECISION": "tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
+        }
+
+    def run(self, kernel: Any, programs: int, out_shape: Any, warps: int, stages: int, old: Any = None, **more: Any):
+        """Launch a kernel with the arguments its signature names; `old` outputs are written into, not made anew."""
+        from ejkernel.bridge import triton_call
+
+        pointers = ("p_old_out", "p_old_lse", "p_old_top")
+        given = {**self.values, **self.constants, **dict(zip(pointers, old or (None,) * 3, strict=True)), **more}
+        names = kernel.arg_names
+        positional = names[: names.index("p_out")]
+        return triton_call(
+            kernel,
+            *(given[name] for name in positional),
+            out_shape=out_shape,
+            grid=(programs,),
+            num_warps=warps,
+            num_stages=stages,
+            input_output_aliases={positional.index(n): i for i, n in enumerate(pointers)} if old else None,
+            **{name: given[name] for name in names[len(positional) + 3 :]},
+        )
+
+
+def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    dims, spec = dimensions(call), call.spec
+    launch = _Launch(call)
+    shapes = [
+        jax.ShapeDtypeStruct((dims.B, dims.T, dims.H, dims.Dv), spec.out_dtype or call["query"].dtype),
+        jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32),
+        jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32),
+    ]
+    tokens = config.decode_tokens if spec.tokens is None else spec.tokens
+    decodes = 0 < tokens * dims.G <= _most_rows(call, dims)
+    results = None
+    if spec.tokens is None or not decodes:
+        results = _prefill(launch, dims, spec, config, shapes, tokens if decodes else 0)
+    if decodes:
+        results = _decode(launch, dims, spec, config, shapes, tokens, results)
+    return dict(zip(("out", "lse", "top"), results, strict=True)), {}
+
+
+def _prefill(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shapes: Any, decoded: int) -> Any:
+    """Outputs of the sequences with more than `decoded` query tokens, and zeros where no sequence is."""
+    from ejkernel.kernels.paged.triton.prefill import prefill_kernel
+
+    rows = config.prefill_rows
+    tiles = dims.T * dims.G // rows + dims.N + 1
+    if spec.tokens is not None:
+        tiles = dims.N * -(-spec.tokens * dims.G // rows)
+    return launch.run(
+        prefill_kernel,
+        dims.B * tiles * dims.Hkv,
+        shapes,
+        config.prefill_warps,
+        config.prefill_stages,
+        n_tiles=tiles,
+        STEPS=dims.N.bit_length(),
+        MOST_TOKENS=decoded,
+        BR=rows,
+        BK=config.prefill_keys,
+    )
+
+
+def _decode(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shapes: Any, tokens: int, old: Any) -> Any:
+    """Outputs of the sequences with at most `tokens` query tokens, put among the `old` ones if there are any."""
+    from ejkernel.kernels.paged.triton.decode import decode_kernel, merge_kernel
+
+    splits = spec.num_splits or config.splits
+    sizes = {"SPLITS": splits, "MOST_TOKENS": tokens}
+    rows = tokens * dims.G
+    parts = (dims.B, dims.N, dims.Hkv, splits, rows)
+    partial = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*parts, dims.Dv), parts, parts)]
+    results = launch.run(
+        decode_kernel,
+        dims.B * dims.N * dims.Hkv * splits,
+        shapes if splits == 1 else partial,
+        config.decode_warps,
+        config.decode_stages,
+        old if splits == 1 else None,
+        LEAST=-(-config.least_keys // config.decode_keys) if spec.num_splits is None else 1,
+        BR=_decode_rows(dims, tokens),
+        BK=config.decode_keys,
+        GROUPS=config.decode_warps if config.decode_apart else 1,
+        **sizes,
+    )
+    if splits == 1:
+        return results
+    given = dict(zip(("p_parts", "p_sums", "p_tops"), results, strict=True))
+    chunk = min(16, power_of_two(splits, 16))
+    return launch.run(
+        merge_kernel, dims.B * dims.N * dims.Hkv * rows, shapes, 4, 1, old, BS=power_of_two(splits, 16), CHUNK=chunk,
+        **sizes, **given,
+    )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward)

@@ -1,0 +1,255 @@
+"""The backward kernels: dq of query blocks, dk and dv of key blocks, and the gradient of a bias.
+
+Each result is owned by one kernel and summed in VMEM in the order of the schedule: nothing is added atomically. All of
+them compute a tile's logits again and share `_tile`; tiles stay (keys, queries), as in the forward.
+"""
+
+import math
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels.common.pallas_tpu import transposed
+from ejkernel.kernels.common.tiles import uncapped_gradient
+from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, divided, statuses
+from ejkernel.kernels.softmax.pallas_tpu.tiles import (
+    At,
+    Operand,
+    Refs,
+    Scratch,
+    Tiles,
+    length_last,
+    length_second,
+    scrubbed,
+    whole_block,
+)
+from ejkernel.kernels.softmax.spec import dimensions
+from ejkernel.ops import Call
+
+
+class Rows(NamedTuple):
+    """What the backward knows of each query: dout (B, T, H, Dv), lse and delta (B, H, T)."""
+
+    dout: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def _operands(tiles: Tiles, rows: Rows) -> dict[str, Operand]:
+    row = tiles.of_queries(1)
+    return tiles.operands() | {
+        "dout": (length_last(rows.dout), tiles.of_queries(tiles.dims.Dv)),
+        "lse": ((rows.lse / tiles.unit)[:, :, None], row),
+        "delta": (rows.delta[:, :, None], row),
+    }
+
+
+class _Inputs(NamedTuple):
+    """The blocks of a tile."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    dout: jax.Array
+
+    @classmethod
+    def read(cls, arrays: Refs) -> "_Inputs":
+        return cls(*(arrays[name][...] for name in cls._fields))
+
+    def scrubbed(self, masked: bool) -> "_Inputs":
+        """For products that sum over rows: where some are hidden, without what could leak as 0 * nan."""
+        return _Inputs(*map(scrubbed, self)) if masked else self
+
+
+def _tile(
+    tiles: Tiles, scalars: Any, arrays: Refs, inputs: _Inputs, at: At, masked: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Weights after dropout and the gradient of the logits, both (block_k, block_q)."""
+    dropout, cap = tiles.spec.dropout, tiles.spec.soft_cap
+    x = tiles.logits(arrays, inputs.query, inputs.key)
+    p = tiles.weights(x, arrays["lse"][...])
+    dp = tiles.dot(inputs.value, inputs.dout, (0, 0))
+    if masked:
+        p = jnp.where(dp - dp == 0.0, p, jnp.nan)  # a bad row of dout shows in dv too, which multiplies it scrubbed
+    kept = p
+    if dropout:
+        stays = tiles.stays(scalars, at)
+        kept, dp = (jnp.where(stays, y * (1.0 / (1.0 - dropout)), 0.0) for y in (p, dp))
+    ds = p * (dp - arrays["delta"][...])
+    ds = uncapped_gradient(ds, x, cap)
+    if masked:
+        seen = tiles.seen(arrays, at)
+        kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
+    return kept, ds
+
+
+def dquery_scratch(call: Call, block_q: int) -> dict[str, Scratch]:
+    return {"sum": ((dimensions(call).D, block_q), jnp.float32)}
+
+
+def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
+    """The gradient of the queries, (B, T, H, D)."""
+    tiles = Tiles.of(call, block_q, block_k, "q")
+    B, T, _, H, _, D, Dv = tiles.dims
+    outputs = {"dq": (jax.ShapeDtypeStruct((B, H, D, T), call["query"].dtype), tiles.of_queries(D))}
+    scratch = dquery_scratch(call, tiles.block_q)
+
+    def softmax_dq(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.here(scalars)
+
+        @pl.when(at.has(FIRST))
+        def _start() -> None:
+            kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
+
+        def step(masked: bool) -> None:
+            inputs = _Inputs.read(arrays)
+            _, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
+            key = inputs.scrubbed(masked).key
+            kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
+
+        tiles.visit(at, step)
+
+        @pl.when(at.has(LAST))
+        def _finish() -> None:
+            outs["dq"][...] = (kept["sum"][...] * tiles.spec.scale).astype(outs["dq"].dtype)
+
+    return length_second(tiles.launch(softmax_dq, _operands(tiles, rows), outputs, scratch, 2 * D + Dv)["dq"])
+
+
+def dkey_dvalue_scratch(call: Call, block_k: int) -> dict[str, Scratch]:
+    dims = dimensions(call)
+    return {name: ((dim, block_k), jnp.float32) for name, dim in (("dk", dims.D), ("dv", dims.Dv))}
+
+
+def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
+    """The gradients of keys (B, S, Hkv, D) and values (B, S, Hkv, Dv), summed over the query heads that share them."""
+    tiles = Tiles.of(call, block_q, block_k, "k")
+    B, _, S, _, Hkv, D, Dv = tiles.dims
+    outputs = {
+        "dk": (jax.ShapeDtypeStruct((B, Hkv, D, S), call["key"].dtype), tiles.of_keys(D)),
+        "dv": (jax.ShapeDtypeStruct((B, Hkv, Dv, S), call["value"].dtype), tiles.of_keys(Dv)),
+    }
+    scratch = dkey_dvalue_scratch(call, tiles.block_k)
+
+    def softmax_dkv(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.here(scalars)
+
+        @pl.when(at.has(FIRST))
+        def _start() -> None:
+            for sums in kept.values():
+                sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+        def step(masked: bool) -> None:
+            inputs = _Inputs.read(arrays)
+            p, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
+            query, _, _, dout = inputs.scrubbed(masked)
+            kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
+            kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
+
+        tiles.visit(at, step)
+
+        @pl.when(at.has(LAST))
+        def _finish() -> None:
+            outs["dk"][...] = (kept["dk"][...] * tiles.spec.scale).astype(outs["dk"].dtype)
+            outs["dv"][...] = kept["dv"][...].astype(outs["dv"].dtype)
+
+    done = tiles.launch(softmax_dkv, _operands(tiles, rows), outputs, scratch, 2 * (D + Dv))
+    return length_second(done["dk"]), length_second(done["dv"])
+
+
+class _BiasAt(At):
+    """A place in the grid of a bias: an axis is an outer one of the bias, or an inner one that it broadcasts along."""
+
+    def _axis(self, n: int) -> Any:
+        return self.index[n] if self.tiles.call["bias"].shape[n] > 1 else self.index[n + 4]
+
+    @property
+    def b(self) -> Any:
+        return self._axis(0)
+
+    @cached_property
+    def h(self) -> Any:
+        return self._axis(1)
+
+    @cached_property
+    def i(self) -> Any:
+        return self._axis(2)
+
+    @cached_property
+    def j(self) -> Any:
+        return self._axis(3)
+
+    @cached_property
+    def kv(self) -> Any:
+        return divided(self.h, self.tiles.dims.G)
+
+    @cached_property
+    def flags(self) -> Any:
+        inner = sum(self.index[4:])
+        last = sum(n - 1 for n in self.tiles.grid[4:])
+        of_tile = self.tiles.steps.at(self.scalars, self.b, self.h, self.i, self.j)
+        return of_tile + jnp.where(inner == 0, FIRST, 0) + jnp.where(inner == last, LAST, 0)
+
+
+class BiasTiles(Tiles):
+    """A grid over the tiles of a bias, and inside over what it broadcasts along: each tile owns its whole sum."""
+
+    @classmethod
+    def of_bias(cls, call: Call, block_q: int, block_k: int) -> "BiasTiles":
+        dims = dimensions(call)
+        block_q, block_k = whole_block(block_q, dims.T), whole_block(block_k, dims.S)
+        return cls(call, dims, block_q, block_k, "q", statuses(call, block_q, block_k))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        full = (self.dims.B, self.dims.H, self.steps.nq, self.steps.nk)
+        kept_sizes = [n if size > 1 else 1 for n, size in zip(full, self.call["bias"].shape, strict=True)]
+        return (*kept_sizes, *(n // m for n, m in zip(full, kept_sizes, strict=True)))
+
+    @property
+    def visits(self) -> int:
+        return math.prod(self.grid)
+
+    def at(self, index: tuple[Any, ...], scalars: Any) -> At:
+        return _BiasAt(self, index, scalars)
+
+
+def dbias_scratch(call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
+    _, _, T, S = call["bias"].shape
+    return {"sum": ((block_q if T > 1 else 1, block_k if S > 1 else 1), jnp.float32)}
+
+
+def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
+    """The gradient of the bias in its own shape, summed over the axes it broadcasts along."""
+    tiles = BiasTiles.of_bias(call, block_q, block_k)
+    bias = call["bias"]
+    block = tiles.of_matrix(bias.shape)
+    scratch = dbias_scratch(call, tiles.block_q, tiles.block_k)
+    sums = scratch["sum"][0]
+    outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), block)}
+
+    def softmax_dbias(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.here(scalars)
+
+        @pl.when(at.has(FIRST))
+        def _start() -> None:
+            kept["sum"][...] = jnp.zeros(sums, jnp.float32)
+
+        def step(masked: bool) -> None:
+            _, ds = _tile(tiles, scalars, arrays, _Inputs.read(arrays), at, masked)
+            if sums[0] == 1:
+                ds = ds.sum(1, keepdims=True)
+            if sums[1] == 1:
+                ds = ds.sum(0, keepdims=True)
+            kept["sum"][...] += transposed(ds)
+
+        tiles.visit(at, step)
+
+        @pl.when(at.has(LAST))
+        def _finish() -> None:
+            outs["dbias"][...] = kept["sum"][...].astype(outs["dbias"].dtype)
+
+    return tiles.launch(softmax_dbias, _operands(tiles, rows), outputs, scratch, tiles.dims.D + tiles.dims.Dv)["dbias"]

@@ -1,0 +1,370 @@
+"""One tile of softmax attention on a TPU: what the forward and backward kernels share.
+
+Arrays keep the length in the lanes: `(B, T, H, D)` is handed over as `(B, H, D, T)`. That is how XLA itself lays out
+such an array when it may choose, so no copy stands around the kernels, and a head dimension that is not a multiple of
+128 costs neither memory nor bandwidth. Tiles of logits are (keys, queries): what belongs to a query is a row of lanes.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.common import dropout as bits
+from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, transposed
+from ejkernel.kernels.common.tiles import capped, matmul
+from ejkernel.kernels.softmax.pallas_tpu.schedule import MASKED, VISIT, divided, flatten
+from ejkernel.kernels.softmax.schedule import Side
+from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
+from ejkernel.ops import Call
+from ejkernel.types.elements import Tokens, visible
+
+Refs = dict[str, Any]
+Operand = tuple[jax.Array, pl.BlockSpec]
+# shape and dtype of what a kernel keeps from tile to tile
+Scratch = tuple[tuple[int, int], Any]
+
+
+def length_last(x: jax.Array) -> jax.Array:
+    """(B, L, heads, dim) as (B, heads, dim, L)."""
+    return x.transpose(0, 2, 3, 1)
+
+
+def length_second(x: jax.Array) -> jax.Array:
+    """(B, heads, dim, L) as (B, L, heads, dim)."""
+    return x.transpose(0, 3, 1, 2)
+
+
+def whole_block(block: int, length: int) -> int:
+    """A block no longer than the array it cuts, up to whole lanes."""
+    return min(block, -(-length // LANES) * LANES)
+
+
+class At:
+    """Where a step of the grid works. Scalar memory is read when asked: an index map needs little of it."""
+
+    def __init__(self, tiles: "Tiles", index: tuple[Any, ...], scalars: Any):
+        self.tiles, self.index, self.scalars = tiles, index, scalars
+
+    @property
+    def b(self) -> Any:
+        return self.index[0]
+
+    @cached_property
+    def _row(self) -> tuple[Any, Any]:
+        return self.tiles.steps.row(self.scalars, *self.index)
+
+    @cached_property
+    def _column(self) -> tuple[Any, Any]:
+        return self.tiles.steps.column(self.scalars, *self.index)
+
+    @property
+    def _owns_queries(self) -> bool:
+        return self.tiles.side == "q"
+
+    @cached_property
+    def h(self) -> Any:
+        """The query head."""
+        return self.index[1] if self._owns_queries else self.index[1] * self.tiles.dims.G + self._row[1]
+
+    @cached_property
+    def kv(self) -> Any:
+        """The key head."""
+        return divided(self.index[1], self.tiles.dims.G) if self._owns_queries else self.index[1]
+
+    @cached_property
+    def i(self) -> Any:
+        """The query block."""
+        return self._row[0] if self._owns_queries else self._column[0]
+
+    @cached_property
+    def j(self) -> Any:
+        """The key block."""
+        return self._column[0] if self._owns_queries else self._row[0]
+
+    @cached_property
+    def flags(self) -> Any:
+        return self._column[1]
+
+    def has(self, flag: int) -> Any:
+        return (self.flags & flag) != 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The tiles of one kernel: `side` "q" owns query blocks, "k" owns key blocks of a key head."""
+
+    call: Call
+    dims: Dimensions
+    block_q: int
+    block_k: int
+    side: Side
+    steps: Any
+
+    @classmethod
+    def of(cls, call: Call, block_q: int, block_k: int, side: Side) -> "Tiles":
+        dims = dimensions(call)
+        block_q, block_k = whole_block(block_q, dims.T), whole_block(block_k, dims.S)
+        steps = flatten(call, block_q, block_k, side, dims.G if side == "k" else 1)
+        return cls(call, dims, block_q, block_k, side, steps)
+
+    @property
+    def spec(self) -> Spec:
+        return self.call.spec
+
+    # The grid ------------------------------------------------------------------------------------------------
+
+    @property
+    def grid(self) -> tuple[Any, ...]:
+        return self.dims.B, self.dims.H if self.side == "q" else self.dims.Hkv, self.steps.number
+
+    @property
+    def visits(self) -> int:
+        """Tiles that the kernel visits; the most there can be, where values decide."""
+        return self.grid[0] * self.grid[1] * self.steps.length * self.steps.repeats
+
+    def scalars(self) -> list[jax.Array]:
+        """What lies in scalar memory: the steps, then sinks and dropout seeds where there are any."""
+        found = self.steps.scalars
+        if "sinks" in self.call:
+            found.append(self.call["sinks"].reshape(-1))
+        if "dropout_seeds" in self.call:
+            found.append(lax.bitcast_convert_type(self.call["dropout_seeds"].reshape(-1), jnp.int32))
+        return found
+
+    def at(self, index: tuple[Any, ...], scalars: Any) -> At:
+        return At(self, index, scalars)
+
+    def here(self, scalars: Any) -> At:
+        at = self.at(tuple(pl.program_id(axis) for axis in range(len(self.grid))), scalars)
+        _ = at.h, at.i, at.j, at.flags  # read here, before any branch: what a branch reads is its own
+        return at
+
+    def sink(self, scalars: Any, at: At) -> Any:
+        return scalars[len(self.steps.scalars)][(at.b * self.dims.H if self.call["sinks"].shape[0] > 1 else 0) + at.h]
+
+    def seed(self, scalars: Any, at: At) -> Any:
+        return scalars[-1][at.b * self.dims.H + at.h].astype(jnp.uint32)
+
+    # Blocks of arrays ----------------------------------------------------------------------------------------
+
+    def _block(self, shape: tuple[int | None, ...], where: Any) -> pl.BlockSpec:
+        def index(*given: Any) -> tuple[Any, ...]:
+            return where(self.at(given[: len(self.grid)], given[len(self.grid) :]))
+
+        return pl.BlockSpec(shape, index)
+
+    def of_queries(self, dim: int) -> pl.BlockSpec:
+        """Blocks of (B, H, dim, T)."""
+        return self._block((None, None, dim, self.block_q), lambda at: (at.b, at.h, 0, at.i))
+
+    def of_keys(self, dim: int) -> pl.BlockSpec:
+        """Blocks of (B, Hkv, dim, S)."""
+        return self._block((None, None, dim, self.block_k), lambda at: (at.b, at.kv, 0, at.j))
+
+    def _ids(self, name: str) -> Operand:
+        x = self.call[name][:, None]
+        queries, many = name.startswith("q_"), x.shape[0] > 1
+        block = (None, 1, self.block_q if queries else self.block_k)
+        return x, self._block(block, lambda at: (at.b if many else 0, 0, at.i if queries else at.j))
+
+    def of_matrix(self, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Blocks of (B, H, T, S), where any axis may be 1."""
+        B, H, T, S = (n > 1 for n in shape)
+        block = (None, None, self.block_q if T else 1, self.block_k if S else 1)
+        return self._block(block, lambda at: (at.b if B else 0, at.h if H else 0, at.i if T else 0, at.j if S else 0))
+
+    def _cells(self) -> Operand:
+        """The cells of the block pattern that each tile touches, (B|1, H|1, nq, nk, rows, columns) float32."""
+        pattern = self.call["pattern"]
+        height, width = self.spec.pattern_block or (1, 1)
+        Bp, Hp, Tb, Sb = pattern.shape
+        rows, columns = _touched(self.dims.T, self.block_q, height), _touched(self.dims.S, self.block_k, width)
+        # (nq, rows) and (nk, columns)
+        at_q, at_k = np.minimum(rows, Tb - 1), np.minimum(columns, Sb - 1)
+        cells = pattern[:, :, at_q[:, None, :, None], at_k[None, :, None, :]].astype(jnp.float32)
+        block = (None, None, None, None, *cells.shape[4:])
+        where = lambda at: (at.b if Bp > 1 else 0, at.h if Hp > 1 else 0, at.i, at.j, 0, 0)  # noqa: E731
+        return cells, self._block(block, where)
+
+    def operands(self) -> dict[str, Operand]:
+        """The arrays that every kernel reads: queries, keys, values, bias and masks."""
+        call, dims = self.call, self.dims
+        found: dict[str, Operand] = {
+            "query": (length_last(call["query"]), self.of_queries(dims.D)),
+            "key": (length_last(call["key"]), self.of_keys(dims.D)),
+            "value": (length_last(call["value"]), self.of_keys(dims.Dv)),
+        }
+        if "bias" in call:
+            found["bias"] = (call["bias"], self.of_matrix(call["bias"].shape))
+        if not self.steps.masked:
+            return found
+        for name in ("q_segments", "kv_segments", "q_positions", "kv_positions"):
+            if name in call:
+                found[name] = self._ids(name)
+        if "mask" in call:
+            found["mask"] = (call["mask"].astype(jnp.int8), self.of_matrix(call["mask"].shape))
+        if "pattern" in call:
+            found["pattern"] = self._cells()
+        return found
+
+    # Inside a kernel -----------------------------------------------------------------------------------------
+
+    def visit(self, at: At, step: Any) -> None:
+        """step(masked) where this grid step visits a tile, once with the element mask or once without."""
+        if self.steps.unmasked:
+            pl.when(at.has(VISIT) & ~at.has(MASKED))(lambda: step(False))
+        if self.steps.masked:
+            pl.when(at.has(VISIT) & at.has(MASKED))(lambda: step(True))
+
+    def indices(self, at: At) -> tuple[jax.Array, jax.Array]:
+        """Query (1, block_q) and key (block_k, 1) indices."""
+        queries = at.i * self.block_q + lax.broadcasted_iota(jnp.int32, (1, self.block_q), 1)
+        return queries, at.j * self.block_k + lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
+
+    def dot(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+        precision = self.spec.precision
+        if a.dtype != jnp.float32:
+            precision = None
+        elif precision != lax.Precision.DEFAULT:
+            precision = lax.Precision.HIGHEST  # the hardware multiplies bfloat16: float32 takes several passes
+        return matmul(a, b, contract, precision)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing comes between the scale and the softmax, so that the scale can wait for the exponential."""
+        spec = self.spec
+        return "bias" not in self.call and spec.soft_cap is None and spec.logits_dtype == "float32" and spec.scale > 0
+
+    @property
+    def unit(self) -> float:
+        """What the numbers of `logits` are multiples of."""
+        return self.spec.scale if self.plain else 1.0
+
+    def logits(self, refs: Refs, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Logits (block_k, block_q) before the mask, in units of `unit`."""
+        spec = self.spec
+        x = self.dot(key, query, (0, 0))
+        if self.plain:
+            return x
+        x *= spec.scale
+        if "bias" in refs:
+            x += transposed(refs["bias"][...].astype(jnp.float32))
+        return rounded(capped(x, spec.soft_cap), spec.logits_dtype)
+
+    def weights(self, x: jax.Array, base: jax.Array) -> jax.Array:
+        """exp(x - base), in units of `unit`; subtracted first, for a product that is fused is not rounded."""
+        return jnp.exp2((x - base) * (self.unit * LOG2_E))
+
+    def seen(self, refs: Refs, at: At) -> jax.Array:
+        """Which pairs of a tile are visible, (block_k, block_q)."""
+        spec, dims = self.spec, self.dims
+        at_q, at_k = self.indices(at)
+        pairs = jnp.ones((self.block_k, self.block_q), jnp.bool_)
+        if dims.T % self.block_q:
+            pairs &= at_q < dims.T
+        if dims.S % self.block_k:
+            pairs &= at_k < dims.S
+        queries, keys = Tokens(at_q + (dims.S - dims.T)), Tokens(at_k)
+        if "q_positions" in refs:
+            queries, keys = Tokens(refs["q_positions"][...]), Tokens(transposed(refs["kv_positions"][...]))
+        if "q_segments" in refs:
+            queries = queries._replace(segment=refs["q_segments"][...])
+            keys = keys._replace(segment=transposed(refs["kv_segments"][...]))
+        rules = [transposed(refs["mask"][...].astype(jnp.int32)) != 0] if "mask" in refs else []
+        if "pattern" in refs:
+            rules.append(self._pattern(refs["pattern"][...], at_q, at_k, at))
+        return visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules, divide=_floordivided)
+
+    def _pattern(self, cells: jax.Array, queries: jax.Array, keys: jax.Array, at: At) -> jax.Array:
+        """The cells (rows, columns) of a tile spread over its pairs, by two products with zeros and ones."""
+        height, width = self.spec.pattern_block or (1, 1)
+        rows, columns = cells.shape
+        first_q, first_k = divided(at.i * self.block_q, height), divided(at.j * self.block_k, width)
+        row = lax.broadcasted_iota(jnp.int32, (rows, self.block_q), 0) + first_q
+        column = lax.broadcasted_iota(jnp.int32, (self.block_k, columns), 1) + first_k
+        of_query = (row * height <= queries) & (queries < (row + 1) * height)
+        of_key = (column * width <= keys) & (keys < (column + 1) * width)
+        by_query = matmul(cells, of_query.astype(jnp.float32), (0, 0))  # (columns, block_q)
+        return matmul(of_key.astype(jnp.float32), by_query, (1, 0)) > 0.5
+
+    def stays(self, scalars: Any, at: At) -> jax.Array:
+        """Which pairs survive dropout, (block_k, block_q)."""
+        return bits.keep(self.seed(scalars, at), *self.indices(at), self.spec.dropout)
+
+    def launch(
+        self, kernel: Any, arrays: dict[str, Operand], outputs: Any, scratch: dict[str, Scratch], width: int
+    ) -> Any:
+        """Run a kernel over the steps; `width` is what the head dimensions of a tile's matmuls add up to."""
+        return launch(
+            kernel,
+            target=self.call.target,
+            grid=self.grid,
+            scalars=self.scalars(),
+            arrays=arrays,
+            outputs=outputs,
+            scratch={name: pltpu.VMEM(*kept) for name, kept in scratch.items()},
+            cost=self.cost(width, arrays, outputs),
+            parallel=2,
+        )
+
+    def cost(self, width: int, arrays: dict[str, Operand], outputs: Any) -> pl.CostEstimate:
+        """Operations of the tiles visited, and bytes copied: row blocks once, column blocks and matrices per visit."""
+        B, heads, *_ = self.grid
+        rows = B * heads * (-(-self.dims.T // self.block_q) if self.side == "q" else -(-self.dims.S // self.block_k))
+
+        def copied(name: str, x: Any, spec: pl.BlockSpec) -> int:
+            matrix, of_keys = name in ("bias", "mask", "pattern"), name.startswith("k") or name == "value"
+            times = self.visits if matrix or of_keys == (self.side == "q") else rows
+            return times * math.prod(n for n in spec.block_shape or () if isinstance(n, int)) * x.dtype.itemsize
+
+        pairs = self.visits * self.block_q * self.block_k
+        return pl.CostEstimate(
+            flops=2 * pairs * width,
+            transcendentals=pairs,
+            bytes_accessed=sum(copied(name, x, spec) for name, (x, spec) in arrays.items())
+            + sum(math.prod(struct.shape) * struct.dtype.itemsize for struct, _ in outputs.values()),
+        )
+
+
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """float32 x rounded to a narrower dtype; to float16 by hand, for a TPU has none."""
+    if dtype != "float16":
+        return x.astype(dtype).astype(jnp.float32)
+    word = lax.bitcast_convert_type(x, jnp.int32)
+    word = (word + 0xFFF + ((word >> 13) & 1)) & ~0x1FFF  # to nearest even, ten bits behind the point
+    normal = lax.bitcast_convert_type(word, jnp.float32)
+    size = jnp.abs(x)
+    # float32 near 0.75 steps by 2^-24, as float16 does below its smallest normal number
+    small = jnp.where(size < 2.0**-14, (size + 0.75) - 0.75, jnp.abs(normal))
+    large = jnp.where(size < 65520.0, small, jnp.where(size == size, jnp.inf, jnp.nan))
+    return jnp.where(x < 0, -large, large)
+
+
+def finite_entries(x: jax.Array) -> jax.Array:
+    """Which entries are finite: of what is not, the difference with itself is nan."""
+    wide = x.astype(jnp.float32)
+    return wide - wide == 0.0
+
+
+def scrubbed(x: jax.Array) -> jax.Array:
+    """x with zeros for what is not finite: 0 * nan is nan, so in a product over rows a hidden one could leak."""
+    return jnp.where(finite_entries(x), x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def _floordivided(x: jax.Array, n: int) -> jax.Array:
+    return lax.div(jnp.where(x < 0, x - (n - 1), x), jnp.int32(n))
+
+
+def _touched(length: int, block: int, cell: int) -> np.ndarray:
+    """The cells each block touches: (blocks, the most that one touches); the last ones may lie past the end."""
+    starts = np.arange(0, length, block)
+    first, last = starts // cell, (starts + block - 1) // cell
+    return first[:, None] + np.arange(int((last - first).max()) + 1)
