@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.checks.arrays import bool_array, concrete, cumulative_lengths, integers
 from ejkernel.checks.options import number, static_int
-from ejkernel.kernels.common.pieces import cut
+from ejkernel.kernels.common.packed_chunks import packed_chunks
 from ejkernel.types import segments
 
 __all__ = [
@@ -98,7 +98,7 @@ def prepare_chunk_offsets(cu_seqlens: jax.Array, chunk_size: int) -> jax.Array:
     [0, 1, 3]
     """
     cu = cumulative_lengths("cu_seqlens", cu_seqlens, ENDLESS)
-    return cut(cu[None], static_int("chunk_size", chunk_size, 1), 1).first_row[0]
+    return packed_chunks(cu[None], static_int("chunk_size", chunk_size, 1), 1).first_row[0]
 
 
 def chunk_local_cumsum(

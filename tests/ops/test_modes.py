@@ -17,7 +17,7 @@ from ejkernel import modules
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
-from ejkernel.ops.dispatch import run_here
+from ejkernel.ops.dispatch import run_locally
 from harness import PLATFORMS, Platform
 from harness.samples import SAMPLES, attention_mask
 from tolerances import assert_close
@@ -156,7 +156,7 @@ def gradients(platform: str, query: jax.Array, key: jax.Array, dout: jax.Array) 
 
     def attend(query: jax.Array, key: jax.Array) -> jax.Array:
         call = canonicalise(query, key, key, causal=True).on(HOPPER)
-        return run_here(FLASH_ATTENTION, call, platform, None)["out"]
+        return run_locally(FLASH_ATTENTION, call, platform, None)["out"]
 
     return jax.vjp(attend, query, key)[1](dout)
 

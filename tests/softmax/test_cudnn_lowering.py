@@ -15,7 +15,7 @@ from ejkernel.kernels.softmax import cudnn
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target, deterministic
-from ejkernel.ops.dispatch import choose, run_here
+from ejkernel.ops.dispatch import choose, run_locally
 from ejkernel.types import MaskInfo
 
 HOPPER = Target("gpu", "nvidia_h200", "sm_90")
@@ -184,7 +184,7 @@ def gradients(q, k, v, dout):
     """As a user gets them: through the gradient and the vmap rule of the library."""
 
     def attend(q, k, v):
-        return run_here(FLASH_ATTENTION, canonicalise(q, k, v, causal=True).on(HOPPER), "cudnn", None)["out"]
+        return run_locally(FLASH_ATTENTION, canonicalise(q, k, v, causal=True).on(HOPPER), "cudnn", None)["out"]
 
     return jax.vjp(attend, q, k, v)[1](dout)
 

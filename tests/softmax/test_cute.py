@@ -15,7 +15,7 @@ from ejkernel.kernels.softmax import cute
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Call, Target, deterministic
-from ejkernel.ops.dispatch import choose, run_here
+from ejkernel.ops.dispatch import choose, run_locally
 from ejkernel.types import BlockPattern, MaskInfo
 
 HOPPER = Target("gpu", "nvidia_h200", "sm_90")
@@ -96,7 +96,7 @@ def test_a_mask_beside_the_offsets_is_not_dropped():
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "fa4_jax", None)
     with pytest.raises(NotImplementedError, match=r"cute: the package fa4_jax is not installed .*'ejkernel\[fa4\]'"):
-        run_here(FLASH_ATTENTION, call(), "cute", None)
+        run_locally(FLASH_ATTENTION, call(), "cute", None)
     _, told = choose(FLASH_ATTENTION, call(), None, None)
     assert told.platform not in (None, "cute") and "ejkernel[fa4]" in told.refusals["cute"][0]
 

@@ -18,7 +18,7 @@ from ejkernel.about.benchmark import (
 )
 from ejkernel.about.family import Family
 from ejkernel.ops import Explanation, explain, get_operation
-from ejkernel.ops.dispatch import settled
+from ejkernel.ops.dispatch import with_target
 
 
 def benchmark_of(family: Family) -> Benchmark:
@@ -55,7 +55,7 @@ def bucket_of(family: Family, operation: str, case: Case) -> str | None:
         return None
 
     def call(arrays: Arrays) -> None:
-        found.append(get_operation(operation).bucket(settled(canonicalise(**case.arguments(arrays)))))
+        found.append(get_operation(operation).bucket(with_target(canonicalise(**case.arguments(arrays)))))
 
     jax.eval_shape(call, case.structs())
     return found[0]

@@ -24,7 +24,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 
 from ejkernel.bridge.launch import Launch, Slot
-from ejkernel.ops import apart
+from ejkernel.ops import fusion_barrier
 
 Grid = int | tuple[int, ...]
 
@@ -163,7 +163,7 @@ def _abstract_eval(*operands: Any, launch: Launch) -> list[jax.core.ShapedArray]
 
 def _lower(ctx: Any, *operands: Any, launch: Launch) -> Any:
     platforms = tuple(ctx.module_context.platforms)
-    rules = {("cpu",): partial(_interpreted, launch), ("cuda",): apart(partial(_compiled, launch))}
+    rules = {("cpu",): partial(_interpreted, launch), ("cuda",): fusion_barrier(partial(_compiled, launch))}
     if platforms not in rules:
         raise NotImplementedError(f"{launch.kernel.__name__} is a Triton kernel: it cannot be lowered for {platforms}")
     with _COMPILING:

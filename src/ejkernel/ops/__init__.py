@@ -1,10 +1,10 @@
 """The framework: operations, the choice of platform and config, tuning, and how both are explained."""
 
 from ejkernel.families import register_families
-from ejkernel.ops.apart import apart
 from ejkernel.ops.config import use_config
 from ejkernel.ops.dispatch import Steps, run, say_it_has_no_kernel
 from ejkernel.ops.explanation import Explanation, explain
+from ejkernel.ops.fusion_barrier import fusion_barrier
 from ejkernel.ops.operation import Call, Dims, Implementation, Operation, Splits
 from ejkernel.ops.platforms import PLATFORMS
 from ejkernel.ops.registry import get_operation, list_operations
@@ -27,11 +27,11 @@ __all__ = [
     "Steps",
     "Target",
     "TunedConfigs",
-    "apart",
     "autotune",
     "deterministic",
     "device_kind",
     "explain",
+    "fusion_barrier",
     "get_operation",
     "implicit_sharding",
     "interpret",

@@ -215,14 +215,14 @@ def _refuse(operation: Operation, explanation: Explanation, platform: str | None
 
 
 def plan(operation: Operation, call: Call, platform: str | None = None, cfg: Any = None) -> Plan:
-    """How a call, whose target is settled, would run; `forward` and `backward` of `ops.autodiff` run it in halves."""
+    """How a call, whose target is known, would run; `forward` and `backward` of `ops.autodiff` run it in halves."""
     chosen, explanation = choose(operation, call, platform, cfg)
     if chosen is None:
         raise _refuse(operation, explanation, platform)
     return chosen
 
 
-def settled(call: Call, shards: Shards | None = None) -> Call:
+def with_target(call: Call, shards: Shards | None = None) -> Call:
     """The call with the device it is for."""
     target = target_of(call.arrays.values(), None if shards is None else shards.mesh)
     return call.on(replace(target, interpreted=interpreting() and target.backend == "cpu"))
@@ -238,15 +238,15 @@ def run(
 ) -> Arrays:
     """Run a canonical call and return its outputs by name."""
     shards = Shards() if shards is None else shards
-    call = settled(call, shards)
+    call = with_target(call, shards)
     mesh = shards.found_mesh
     if shards.in_specs is None and mesh is not None and not typed_specs(call) and _needs_specs(call, mesh):
         shards = replace(shards, in_specs=likely_specs(operation, call, mesh))
     if shards.in_specs is not None or typed_specs(call):
-        return run_sharded(operation, call, shards, Here(operation, platform, cfg))
+        return run_sharded(operation, call, shards, LocalRun(operation, platform, cfg))
     if shards.out_specs is not None:
         raise ValueError("out_specs needs in_specs, or arrays whose types say how they are split (Explicit axes)")
-    return run_here(operation, call, platform, cfg)
+    return run_locally(operation, call, platform, cfg)
 
 
 def _needs_specs(call: Call, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
@@ -255,7 +255,7 @@ def _needs_specs(call: Call, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalRun:
     """Does calls on this device alone, as the caller said."""
 
     operation: Operation
@@ -263,15 +263,15 @@ class Here:
     cfg: Any = None
 
     def __call__(self, call: Call) -> Arrays:
-        return run_here(self.operation, call, self.platform, self.cfg)
+        return run_locally(self.operation, call, self.platform, self.cfg)
 
     def plan(self, call: Call) -> Plan:
         """How it would do one."""
         return plan(self.operation, call, self.platform, self.cfg)
 
 
-def run_here(operation: Operation, call: Call, platform: str | None, cfg: Any) -> Arrays:
-    """Run a call whose target is settled, on the arrays as they are."""
+def run_locally(operation: Operation, call: Call, platform: str | None, cfg: Any) -> Arrays:
+    """Run a call whose target is known, on the arrays as they are."""
     if explaining():
         answer(choose(operation, call, platform, cfg)[1])
     # inside a shard_map: the gradient of what all devices share is the sum of theirs
@@ -297,7 +297,7 @@ class Steps:
         shards, cfg = Shards(self.mesh), self.cfg if takes_cfg else None
         if not explaining():
             return run(operation, call, platform=self.platform, cfg=cfg, shards=shards)
-        call = settled(call, shards)
+        call = with_target(call, shards)
         self.explained.append(choose(operation, call, self.platform, cfg)[1])
         anywhere = plan(operation, call.on(Target("cpu", "cpu", "cpu")), "xla")
         shapes = jax.eval_shape(lambda arrays: execute(anywhere, arrays), call.arrays)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
 from ejkernel.kernels.linear.scans import Walk
 from ejkernel.types.segments import searched
 
@@ -74,7 +74,7 @@ def layout_of(w: Walk, chunk: int) -> Layout:
         return Layout(T, chunk, 1, None, valid, nothing == 1, nothing, None, None)
     cu = w.cu_seqlens
     N = cu.shape[1] - 1
-    pieces = cut(cu, chunk, most_pieces(T, N, chunk))
+    pieces = packed_chunks(cu, chunk, max_packed_chunks(T, N, chunk))
     tokens = pieces.start[..., None] + np.arange(chunk, dtype=np.int32)[None, None]
     valid = tokens < pieces.end[..., None]
     sequence = jnp.clip(pieces.sequence, 0, max(N - 1, 0))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import concrete, cumulative_lengths, lengths_array
-from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
 from ejkernel.ops import Call
 from ejkernel.ops.autodiff import default_rules
 from ejkernel.types.segments import searched
@@ -85,12 +85,12 @@ def block_rows(S: int, block_size: int, cu_seqlens: Any = None) -> int:
         return -(-S // block_size)
     values = concrete(cu_seqlens)
     if values is None:
-        return max(1, most_pieces(S, cu_seqlens.shape[-1] - 1, block_size))
+        return max(1, max_packed_chunks(S, cu_seqlens.shape[-1] - 1, block_size))
     return max(1, int((-(-np.diff(values) // block_size)).sum()))
 
 
 def _packed(cu: jax.Array, S: int, block_size: int, rows: int) -> Places:
-    pieces = cut(cu[None], block_size, rows)
+    pieces = packed_chunks(cu[None], block_size, rows)
     token = jnp.arange(S, dtype=jnp.int32)
     sequence = searched(cu, token) - 1
     real = sequence < cu.shape[0] - 1

@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.checks.arrays import INT32_MAX, concrete, cumulative_lengths, float_array
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
-from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
 from ejkernel.ops import Call
 from ejkernel.types.segments import searched
 
@@ -46,7 +46,7 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     values = concrete(cu_seqlens)
     ends = cumulative_lengths("cu_seqlens", cu_seqlens, T, fewest=0, values=values)
     if values is None:
-        rows = most_pieces(T, ends.size - 1, chunk_size)
+        rows = max_packed_chunks(T, ends.size - 1, chunk_size)
     else:
         rows = int(_chunks(np.diff(values), chunk_size).sum())
     return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": ends[None]})
@@ -63,8 +63,8 @@ def row_bounds(call: Call) -> jax.Array:
         start = row * call.spec.chunk_size
         end = np.minimum(start + call.spec.chunk_size, call["x"].shape[1])
         return jnp.asarray(np.stack([start, end], -1)[None], jnp.int32)
-    pieces = cut(call["cu_seqlens"], call.spec.chunk_size, call.spec.rows)
-    return jnp.stack([pieces.start, pieces.end], -1)
+    chunks = packed_chunks(call["cu_seqlens"], call.spec.chunk_size, call.spec.rows)
+    return jnp.stack([chunks.start, chunks.end], -1)
 
 
 def token_rows(call: Call) -> jax.Array:
@@ -72,7 +72,7 @@ def token_rows(call: Call) -> jax.Array:
     token = np.arange(call["x"].shape[1], dtype=np.int32)
     if "cu_seqlens" not in call:
         return jnp.asarray(token[None] // call.spec.chunk_size, jnp.int32)
-    first_row = cut(call["cu_seqlens"], call.spec.chunk_size, 0).first_row
+    first_row = packed_chunks(call["cu_seqlens"], call.spec.chunk_size, 0).first_row
     return jax.vmap(lambda cu, first: _packed_token_rows(cu, first, token, call.spec.chunk_size))(
         call["cu_seqlens"], first_row
     )

@@ -17,7 +17,7 @@ from ejkernel.kernels.ring.walk import indices_decide, meets_in_halves
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Shards
 from ejkernel.ops import run as run_operation
-from ejkernel.ops.dispatch import Here, settled
+from ejkernel.ops.dispatch import LocalRun, with_target
 from ejkernel.ops.dispatch import choose as choose_platform
 from ejkernel.ops.explanation import answer, explaining
 from ejkernel.ops.operation import Arrays
@@ -40,7 +40,7 @@ def attend(
     call = canonicalise(*arrays, **options)
     split = _shards(call, axes, folded_shards(arrays[0].shape, *shards), axis_name)
     if explaining():
-        answer(_explanation(settled(call, split), axes, split, platform, cfg))
+        answer(_explanation(with_target(call, split), axes, split, platform, cfg))
     return call, run_operation(RING_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
 
 
@@ -58,10 +58,10 @@ def _inside(arrays: Any, axes: Axes, devices: int, shards: Any, platform: Any, c
         raise ValueError(
             f"mesh, in_specs and out_specs say nothing inside a shard_map, which splits over {axes} already"
         )
-    call = settled(canonicalise(*arrays, devices=devices, **options))
+    call = with_target(canonicalise(*arrays, devices=devices, **options))
     if explaining():
         answer(_explained(call, tuple(lax.axis_size(axis) for axis in axes), axes, platform, cfg))
-    return call, along_length(call, axes, Here(RING_ATTENTION, platform, cfg))
+    return call, along_length(call, axes, LocalRun(RING_ATTENTION, platform, cfg))
 
 
 def _shards(call: Call, axes: Axes, given: Shards, axis_name: Any) -> Shards:

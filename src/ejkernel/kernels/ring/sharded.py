@@ -16,7 +16,7 @@ from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import Band, Spec, dimensions
 from ejkernel.ops import Call, Dims
 from ejkernel.ops.autodiff import default_rules
-from ejkernel.ops.dispatch import Here
+from ejkernel.ops.dispatch import LocalRun
 from ejkernel.ops.operation import Arrays, Plan
 
 Inner = Callable[[Call], Arrays]
@@ -25,7 +25,7 @@ Inner = Callable[[Call], Arrays]
 HOP = replace(FLASH_ATTENTION, name="ring_attention", configs_of=FLASH_ATTENTION.name)
 
 
-def along_length(call: Call, axes: tuple[str, ...], run: Here) -> Arrays:
+def along_length(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     """A device's part of a call whose tokens are split over `axes`: one, or one for a ring and one for heads."""
     run = replace(run, operation=HOP)
     if len(axes) > 2:
@@ -56,7 +56,7 @@ def check_chunks(call: Call, axes: tuple[str, ...], devices: int) -> None:
         )
 
 
-def _around(call: Call, axes: tuple[str, ...], run: Here, method: str) -> Arrays:
+def _around(call: Call, axes: tuple[str, ...], run: LocalRun, method: str) -> Arrays:
     """By a ring, or with all keys here."""
     devices = lax.axis_size(axes)
     check_chunks(call, axes, devices)
@@ -65,7 +65,7 @@ def _around(call: Call, axes: tuple[str, ...], run: Here, method: str) -> Arrays
     return with_all_keys(call, axes, run) if method == "all_gather" else by_ring(call, axes, run)
 
 
-def by_ring(call: Call, axes: tuple[str, ...], run: Here) -> Arrays:
+def by_ring(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     """Keys walk; see `walk`."""
     spec, arrays = call.spec, call.arrays
     devices, dims = lax.axis_size(axes), dimensions(call)
@@ -89,7 +89,7 @@ def _moves(name: str) -> bool:
 # All keys here ----------------------------------------------------------------------------------------------
 
 
-def with_all_keys(call: Call, axes: tuple[str, ...], run: Here) -> Arrays:
+def with_all_keys(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     """Keys of all devices are gathered; in the backward their gradients are summed where they belong."""
     spec, devices = call.spec, lax.axis_size(axes)
     arrays = {n: lax.all_gather(x, axes, axis=1, tiled=True) if _moves(n) else x for n, x in call.arrays.items()}
@@ -174,7 +174,7 @@ def all_to_all(call: Call, axis: tuple[str, ...], inner: Inner) -> Arrays:
     return {"out": swapped(outputs["out"], 1, 2), "lse": swapped(outputs["lse"], 2, 1)}
 
 
-def _whole(call: Call, devices: int, run: Here) -> Arrays:
+def _whole(call: Call, devices: int, run: LocalRun) -> Arrays:
     """All tokens are here: softmax attention as on one device."""
     spec = call.spec
     arrays = _ordered(call.arrays, "TSC", spec.layout, devices)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.gradients import output_cotangent
 from ejkernel.kernels.softmax.spec import Spec, dimensions
-from ejkernel.ops import Call, Implementation, apart
+from ejkernel.ops import Call, Implementation, fusion_barrier
 
 Arrays = dict[str, jax.Array]
 
@@ -111,7 +111,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     B, T, _, H, _, _, Dv = dimensions(call)
     qkv = _tokens(call, call["query"], call["key"], call["value"])
     kernel = partial(fa4_fwd_p.bind, cfg=_options(call), need_lse=True)
-    out, lse = apart(kernel)(*qkv, *_lengths(call))
+    out, lse = fusion_barrier(kernel)(*qkv, *_lengths(call))
     lse = lse.reshape(H, B, T).swapaxes(0, 1) if "q_offsets" in call else lse
     outputs = {"out": out.reshape(B, T, H, Dv), "lse": lse}
     return outputs, outputs
@@ -127,7 +127,7 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     qkv = _tokens(call, *(call[name] for name in names))
     out, dout = _tokens(call, residuals["out"], output_cotangent(residuals, cotangents))
     kernel = partial(fa4_vjp_p.bind, cfg=_options(call), has_d_lse=False)
-    found = apart(kernel)(*qkv, out, lse, dout, *_lengths(call))
+    found = fusion_barrier(kernel)(*qkv, out, lse, dout, *_lengths(call))
     return {name: x.reshape(call[name].shape) for name, x in zip(names, found, strict=True)}
 
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.packed_chunks import max_packed_chunks
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, chip_of, launch
-from ejkernel.kernels.common.pieces import most_pieces
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import scans, xla
 from ejkernel.kernels.linear.layout import Layout, layout_of
@@ -84,7 +84,7 @@ def _any(w: Walk, layout: Layout) -> bool:
 def smem_bytes(call: Call, config: Config) -> int:
     """Bytes of scalar memory: three numbers of every chunk of packed sequences, and the decays of heads."""
     dims = dimensions(call)
-    rows = most_pieces(dims.T, dims.N, config.chunk) if "cu_seqlens" in call else 0
+    rows = max_packed_chunks(dims.T, dims.N, config.chunk) if "cu_seqlens" in call else 0
     return 4 * dims.B * (3 * rows + ("g_gamma" in call) * dims.H)
 
 

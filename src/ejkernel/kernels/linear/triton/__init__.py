@@ -10,7 +10,7 @@ import triton
 
 from ejkernel.bridge import triton_call
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.common.pieces import cut, most_pieces
+from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
 from ejkernel.kernels.linear import scans
 from ejkernel.kernels.linear.chunks import NEAR
 from ejkernel.kernels.linear.scans import Walk, Walked
@@ -315,8 +315,8 @@ def _pieces(w: Walk, size: int) -> _Pieces:
         return _Pieces(rows, rows, size, first=np.arange(rows)[None] == (rows - 1 if w.descending else 0))
     batch, N = w.cu_seqlens.shape
     ends = jnp.concatenate([w.cu_seqlens, jnp.full((batch, 1), T, jnp.int32)], 1)  # padding is one more sequence
-    rows = most_pieces(T, N, size)
-    pieces = cut(ends, size, rows)
+    rows = max_packed_chunks(T, N, size)
+    pieces = packed_chunks(ends, size, rows)
     row = np.arange(rows, dtype=np.int32)[None]
     real = pieces.sequence < N - 1
     at = jnp.minimum(pieces.sequence, N - 1)

@@ -18,7 +18,7 @@ from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.mosaic_gpu.block_lists import PIECE, Piece, entries, tile_sizes
 from ejkernel.kernels.softmax.mosaic_gpu.scheduler import Masked, Runs, Walk, schedule_index
 from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
-from ejkernel.ops import Call, apart
+from ejkernel.ops import Call, fusion_barrier
 
 LOG2_E = 1.4426950408889634
 
@@ -577,4 +577,4 @@ def launch(
         ),
         kernel_name=name,
     )
-    return apart(kernel)
+    return fusion_barrier(kernel)

@@ -1,4 +1,4 @@
-"""Packed sequences cut into pieces of one size, none of which crosses a sequence."""
+"""Chunks of packed sequences: of one size, none of which crosses a sequence."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ import numpy as np
 from ejkernel.types.segments import searched
 
 
-class Pieces(NamedTuple):
-    """Of each piece, its tokens and its sequence: (B, rows) each. Rows past the last piece have no tokens.
+class PackedChunks(NamedTuple):
+    """Of each chunk, its tokens and its sequence: (B, rows) each. Rows past the last chunk have no tokens.
 
     Attributes:
         start: its first token.
         end: the token behind its last.
         sequence: the one it is a part of.
-        first_row: the first piece of each sequence, and the number of pieces: (B, sequences + 1).
+        first_row: the first chunk of each sequence, and the number of chunks: (B, sequences + 1).
     """
 
     start: jax.Array
@@ -25,14 +25,14 @@ class Pieces(NamedTuple):
     first_row: jax.Array
 
 
-def most_pieces(tokens: int, sequences: int, size: int) -> int:
-    """The most pieces there can be: ceil(n / size) <= (n + size - 1) / size, summed over the sequences."""
+def max_packed_chunks(tokens: int, sequences: int, size: int) -> int:
+    """The most chunks there can be: ceil(n / size) <= (n + size - 1) / size, summed over the sequences."""
     return (tokens + sequences * (size - 1)) // size
 
 
-def cut(cu_seqlens: jax.Array, size: int, rows: int) -> Pieces:
-    """The pieces of sequences that begin and end at `cu_seqlens` (B, sequences + 1)."""
-    return jax.vmap(lambda cu: _cut(cu, size, rows))(cu_seqlens)
+def packed_chunks(cu_seqlens: jax.Array, size: int, rows: int) -> PackedChunks:
+    """The chunks of sequences that begin and end at `cu_seqlens` (B, sequences + 1)."""
+    return jax.vmap(lambda cu: _of_one_row(cu, size, rows))(cu_seqlens)
 
 
 # one program up to here, where the steps of a cumulative sum are several
@@ -47,11 +47,11 @@ def _sums_before(x: jax.Array) -> jax.Array:
     return jnp.where(before, x[None], 0).sum(1, dtype=jnp.int32)
 
 
-def _cut(cu: jax.Array, size: int, rows: int) -> Pieces:
+def _of_one_row(cu: jax.Array, size: int, rows: int) -> PackedChunks:
     row = np.arange(rows, dtype=np.int32)
     first_row = _sums_before((jnp.diff(cu) + size - 1) // size)
     sequence = searched(first_row, row) - 1
     start = cu[sequence] + (row - first_row[sequence]) * size
-    # rows past the last piece belong to no sequence
+    # rows past the last chunk belong to no sequence
     end = jnp.minimum(start + size, cu[jnp.minimum(sequence + 1, cu.size - 1)])
-    return Pieces(start, jnp.maximum(start, end), sequence, first_row)
+    return PackedChunks(start, jnp.maximum(start, end), sequence, first_row)
