@@ -1,7 +1,9 @@
 """The cases of linear attention, and what a case means. What lies behind packed sequences is poison in every case."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -85,6 +87,8 @@ DECAYS = {
     "mixed": _mixed,
     "resets": lambda size: np.where(size > 1.2, -np.inf, -size / 8),
     "zero": lambda size: 0.0 * size,
+    # what a model's gates look like: some channels keep everything, others lose it within a few tokens
+    "sigmoid": lambda size: -np.logaddexp(0.0, 3.0 * (size - 1.0)),
 }
 
 
@@ -208,7 +212,20 @@ PACKINGS = (
     _packed("packed-ones", T=9, cu=(0, 1, 2, 3, 4, 9), gates=("gv",)),
 )
 
-CASES = (*LENGTHS, *GATED, *STRONG, *STATES, *SIZES, *DTYPES, *PACKINGS)
+# every dtype with every kind of decay, weak and as strong as a model's gates; of several chunks, since products with a
+# state are rounded otherwise than those within a chunk
+GRID_DECAYS = ("mild", "sigmoid")
+_grid = partial(Case, T=70, B=1, H=1, state=False, final=False)
+GRID = tuple(
+    _grid(f"{gate}-{decay}-{dtype}", dtype=dtype, gates=(gate,), decay=decay)
+    for dtype in ("float32", "bfloat16", "float16")
+    for gate in ("g", "gk", "gv")
+    for decay in GRID_DECAYS
+)
+# as large as a model's, on GPUs alone
+LARGE = tuple(replace(case, id=f"D128-T512-{case.id}", T=512, H=2, D=128) for case in GRID if case.dtype != "float32")
+
+CASES = (*LENGTHS, *GATED, *STRONG, *STATES, *SIZES, *DTYPES, *PACKINGS, *GRID)
 
 # what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
 CORE_IDS = (
@@ -216,4 +233,15 @@ CORE_IDS = (
     "no-state", "plain-reverse", "D40-Dv24", "D128-bfloat16", "token-float16", "packed-token-state",
     "packed-all-reverse", "packed-nothing",
 )  # fmt: skip
-CORE = tuple(case for case in CASES if case.id in CORE_IDS)
+# and of the grid whatever widens or narrows numbers: float16 takes paths of its own in every kernel
+CORE = tuple(
+    case
+    for case in CASES
+    if case.id in CORE_IDS or (case in GRID and (case.dtype == "float16" or case.id.startswith("gk-sigmoid")))
+)
+
+
+def missing_from_grid(cases: Iterable[Case], dtypes: Iterable[str]) -> list[tuple[str, ...]]:
+    """Which dtype, kind of decay and strength no case brings together over more than one chunk, without a state."""
+    met = {(case.dtype, gate, case.decay) for case in cases if case.T > 64 for gate in case.gates}
+    return [pair for pair in product(dtypes, ("g", "gk", "gv"), GRID_DECAYS) if pair not in met]

@@ -4,7 +4,7 @@ Every case runs on every platform of this machine, and the core ones in the inte
 """
 
 from harness import by_case
-from harness.linear import CASES, CORE, CORE_IDS, Case, check_case
+from harness.linear import CASES, CORE, CORE_IDS, LARGE, Case, check_case, missing_from_grid
 
 AS_USERS_COMPILE = ("channel-mixed-bfloat16",)
 
@@ -19,6 +19,11 @@ def test_core_case(case: Case, interpreted):
     check_case(case, interpreted)
 
 
+@by_case(LARGE, for_gpus=LARGE)
+def test_large_case(case: Case, native):
+    check_case(case, native)
+
+
 @by_case(case for case in CASES if case.id in AS_USERS_COMPILE)
 def test_optimised(case: Case, native):
     check_case(case, native, optimised=True)
@@ -27,3 +32,8 @@ def test_optimised(case: Case, native):
 def test_ids_are_unique_and_known():
     ids = [case.id for case in CASES]
     assert len(set(ids)) == len(ids) and set(CORE_IDS) <= set(ids)
+
+
+def test_every_dtype_meets_weak_and_strong_decays():
+    assert not missing_from_grid(CASES, ("float32", "bfloat16", "float16"))
+    assert not missing_from_grid(CORE, ("float16",))

@@ -24,6 +24,7 @@ from ejkernel.kernels.linear.triton.tiles import (
     load_tile,
     outer_dot,
     place,
+    rounded_factor,
     state_dot,
     state_offsets,
     store_tile,
@@ -162,7 +163,8 @@ def linear_chunk_kernel(
             # [CHUNK, CHUNK]
             b_s = wide_dot(b_a, tl.trans(b_b), None, narrow, PRECISION)
             # [CHUNK, BC]
-            b_o = state_dot(b_a, b_h, None, TURNED, narrow, PRECISION)
+            b_rounded = rounded_factor(b_h, narrow) if WITH_STRICT else b_h
+            b_o = state_dot(b_a, b_rounded, None, TURNED, narrow, PRECISION)
             if HAS_HEAD:
                 b_s *= decays_between(b_upto, b_upto_rest, unit, HAS_G, EXACT)
             # above the diagonal it could be infinite
@@ -175,9 +177,9 @@ def linear_chunk_kernel(
                 b_s = tl.where(o_i[:, None] >= o_i[None, :], b_s, 0.0)
             if AGED:
                 b_o = state_dot(b_a, b_aged, b_o * b_count[:, None], TURNED, narrow, PRECISION)
-            elif WITH_STRICT:
-                # what rounding the state has lost: it would add up along the walk
-                b_lost = b_h - b_h.to(narrow).to(tl.float32)
+            elif WITH_STRICT and not EXACT:
+                # what rounding the state has lost: it would add up along the sequence
+                b_lost = b_h - b_rounded.to(tl.float32)
                 b_o = state_dot(b_a, b_lost, b_o, TURNED, narrow, PRECISION)
             if HAS_HEAD:
                 b_o *= decay_power(b_upto, b_upto_rest, unit, HAS_G, EXACT)[:, None]

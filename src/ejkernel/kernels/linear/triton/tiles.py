@@ -10,6 +10,7 @@ _NEAR_DECAY = tl.constexpr(NEAR_DECAY)
 _LEAST_DECAY = tl.constexpr(LEAST_DECAY)
 # sums of whole multiples of 2**-16 are exact in 32 bits, for the decays of a chunk of 128 tokens
 _STEPS = tl.constexpr(2.0**16)
+_TF32_BITS = tl.constexpr(-(1 << 13))
 
 
 @triton.jit
@@ -180,6 +181,18 @@ def wide_dot(b_x, b_y, b_sum, narrow: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision="tf32")
     else:
         return tl.dot(b_x.to(narrow), b_y.to(narrow), b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded_factor(b_x, narrow: tl.constexpr):
+    """A float32 factor as wide_dot multiplies it, so that what rounding loses is known and can be added.
+
+    For float16 that is tf32, with 10 bits of a fraction. GPUs may cut off the others or round: here they are cut off.
+    """
+    if narrow == tl.float16:
+        return (b_x.to(tl.int32, bitcast=True) & _TF32_BITS).to(tl.float32, bitcast=True)
+    else:
+        return b_x.to(narrow)
 
 
 @triton.jit
