@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ejkernel.bridge import TARGETS, compile_for
 from ejkernel.ops import Target, interpret
 from ejkernel.torch import LocalStrideSparseAttention, SparseAttention, flash_attention, launches, programs
-from ejkernel.torch.operation import Options
+from ejkernel.torch.calls import Options
 
 H200 = Target("gpu", "nvidia_h200", "sm_90", cores=132)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import ArrayInput, as_array, int_array
+from ejkernel.checks.dims import format_shape
 from ejkernel.checks.options import static_int
 from ejkernel.checks.values import check_rows
-from ejkernel.types.dims import format_shape
 
 
 @jax.tree_util.register_dataclass

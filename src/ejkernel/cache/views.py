@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ejkernel.cache.writes import stored, write_pages
 from ejkernel.checks.arrays import FLOATS, ArrayInput, as_array, int_array, lengths_array
+from ejkernel.checks.caches import CACHE_DTYPES
+from ejkernel.checks.dims import format_shape
 from ejkernel.checks.options import static_int
 from ejkernel.checks.values import check_rows
-from ejkernel.kernels.paged.writes import stored
-from ejkernel.modules.kv_cache import write_kv_pages
-from ejkernel.types.dims import format_shape
 
-DTYPES = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
+DTYPES = (*FLOATS, *CACHE_DTYPES)
 
 
 @jax.tree_util.register_dataclass
@@ -204,8 +204,8 @@ class PagedCacheView:
         >>> cache.key_pages[..., 0, 0].tolist()
         [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
         """
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
-        return PagedCacheView(*write_kv_pages(self.key_pages, self.value_pages, key, value, slots, **scales))
+        pages = {"key_pages": self.key_pages, "value_pages": self.value_pages}
+        return PagedCacheView(*write_pages(pages, key, value, slots, k_scale, v_scale))
 
     def copy_pages(self, sources: ArrayInput, targets: ArrayInput) -> "PagedCacheView":
         """The pages with copies of some in others: before a sequence writes into a page that it shares.

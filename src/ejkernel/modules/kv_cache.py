@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels.paged.writes import checked, scaled, write
+from ejkernel.cache.writes import write_interleaved_pages, write_pages
 
 
 def write_kv_pages(
@@ -45,9 +44,7 @@ def write_kv_pages(
     [[3.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
     caches = {"key_cache": key_cache, "value_cache": value_cache}
-    slots = checked(caches, {"key": key, "value": value}, slots)
-    keys = write(key_cache, scaled(key, k_scale, "k_scale"), slots)
-    return keys, write(value_cache, scaled(value, v_scale, "v_scale"), slots)
+    return write_pages(caches, key, value, slots, k_scale, v_scale)
 
 
 def write_interleaved_kv_pages(
@@ -71,6 +68,4 @@ def write_interleaved_kv_pages(
     >>> pages[0, :, :, 0].tolist()
     [[0.0, 0.0], [1.0, 2.0]]
     """
-    slots = checked({"kv_pages": kv_pages}, {"key": key, "value": value}, slots)
-    pair = jnp.stack([scaled(key, k_scale, "k_scale"), scaled(value, v_scale, "v_scale")], axis=2)
-    return write(kv_pages, pair.reshape(key.shape[0], 2 * key.shape[1], key.shape[2]), slots)
+    return write_interleaved_pages({"kv_pages": kv_pages}, key, value, slots, k_scale, v_scale)

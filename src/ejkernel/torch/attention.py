@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ejkernel.checks.options import flag, static_int
+from ejkernel.torch.calls import Options, signature
 from ejkernel.torch.inputs import (
     FLOATS,
     Inputs,
@@ -20,7 +21,7 @@ from ejkernel.torch.inputs import (
     prepared,
     scale_of,
 )
-from ejkernel.torch.operation import Options, attend, is_plain, signature
+from ejkernel.torch.operation import attend, is_plain
 from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, local_stride
 from ejkernel.types import BlockPattern
 

@@ -17,7 +17,7 @@ from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax.schedule import Ranges, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
-from ejkernel.torch.operation import (
+from ejkernel.torch.calls import (
     Options,
     Tensors,
     canonical,

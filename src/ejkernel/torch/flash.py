@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ejkernel.checks.options import flag, soft_cap
 from ejkernel.kernels.softmax.spec import Band, window_band
+from ejkernel.torch.calls import Options
 from ejkernel.torch.inputs import Inputs, Lengths, check_shapes, cumulative, packed_lengths, prepared, scale_of
-from ejkernel.torch.operation import Options, attend
+from ejkernel.torch.operation import attend
 
 _QKV = ("query", "key", "value")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ejkernel.ops import Call
+from ejkernel.torch.calls import Options, Tensors, canonical, heads_first, output_dtype, signature
 from ejkernel.torch.inputs import FLOAT8S
-from ejkernel.torch.operation import Options, Tensors, canonical, heads_first, output_dtype, signature
 from ejkernel.torch.pattern import Pattern
 from ejkernel.torch.programs import LENGTHS, MOVED, Kind, Known, Program, known_tensors, program, target_of
 

@@ -21,11 +21,11 @@ from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.kernels.softmax.triton import Config, Tile
 from ejkernel.ops import Call, Target
-from ejkernel.torch.inputs import FLOAT8S
-from ejkernel.torch.operation import (
+from ejkernel.torch.calls import (
     empty_rows,
     sink_gradient,
 )
+from ejkernel.torch.inputs import FLOAT8S
 from ejkernel.torch.pattern import Pattern
 
 LENGTHS = ("q_segments", "kv_segments", "q_positions", "kv_positions")

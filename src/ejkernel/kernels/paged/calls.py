@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ejkernel.checks.caches import array, cache
 from ejkernel.checks.options import static_int
-from ejkernel.kernels.paged.spec import Layout, array, cache, canonicalise
+from ejkernel.kernels.paged.spec import Layout, canonicalise
 from ejkernel.ops import Call
 
 _PAGES = "(pages, page_size, key heads, head_dim)"

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import integers
+from ejkernel.checks.values import check
 from ejkernel.kernels.common.tiles import online_finish
 from ejkernel.kernels.paged.calls import page_call, prefill_call
 from ejkernel.kernels.paged.merge import finished_part, merge
-from ejkernel.kernels.paged.spec import check, finish
+from ejkernel.kernels.paged.spec import finish
 from ejkernel.ops import Call
 
 

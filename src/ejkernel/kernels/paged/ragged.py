@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.checks.caches import array, cache
 from ejkernel.checks.options import number, static_int
 from ejkernel.kernels.paged import xla
 from ejkernel.kernels.paged.calls import ragged_decode_call
 from ejkernel.kernels.paged.operations import RAGGED_DECODE_ATTENTION
 from ejkernel.kernels.paged.reference import reference
-from ejkernel.kernels.paged.spec import Cost, Spec, array, cache
+from ejkernel.kernels.paged.spec import Cost, Spec
 from ejkernel.ops import Call, run, use_config
 
 MASK_VALUE = -2.381976426469702e38

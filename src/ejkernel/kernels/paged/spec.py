@@ -25,13 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks import values as checks
-from ejkernel.checks.arrays import FLOATS, check_has_numbers, check_sizes_known, integers, misplaced
+from ejkernel.checks.arrays import check_sizes_known, integers, misplaced
+from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
 from ejkernel.checks.options import flag, number, soft_cap, static_int
+from ejkernel.checks.values import check
 from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits, window_band
 from ejkernel.ops import Call, Dims, Shards
-
-CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 NO_GRADIENT = (
     "attention over a cache is for inference and has no gradient: train with flash_attention on keys and values, "
@@ -199,28 +198,6 @@ def _splits(num_splits: Any) -> int:
 # Queries and pages ------------------------------------------------------------------------------------------
 
 
-def array(name: str, x: Any, layout: str, *ranks: int, dtypes: tuple[str, ...] = FLOATS, rows: str = "some") -> Any:
-    """An array with one of the ranks and dtypes, without an empty dimension.
-
-    `rows` of the first one: "some", "any" for none too, or "unknown" while tracing.
-    """
-    check_has_numbers(name, x)
-    if rows != "unknown":
-        check_sizes_known(name, x)
-    if str(x.dtype) not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; supported: {', '.join(dtypes)}")
-    if x.ndim not in ranks:
-        raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
-    if 0 in x.shape[rows != "some" :]:
-        raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
-    return jnp.asarray(x)
-
-
-def cache(name: str, x: Any, layout: str, rank: int, *, rows: str = "some") -> Any:
-    """A cache of keys or values: the dtypes of queries, or the narrow ones."""
-    return array(name, x, layout, rank, dtypes=(*FLOATS, *CACHE_DTYPES), rows=rows)
-
-
 def _stand_ins(arrays: dict[str, Any], tokens: int | None) -> dict[str, Any]:
     """Where there is no sequence or no query, one that sees nothing: no platform knows of empty calls.
 
@@ -266,18 +243,6 @@ def _sinks(softmax_aux: Any, H: int) -> jax.Array | None:
     if sinks is None:
         return None
     return sinks.squeeze(1) if sinks.shape[1] == 1 else joined_sinks(sinks)
-
-
-def cache_scale(name: str, scale: Any, Hkv: int) -> jax.Array | None:
-    """(Hkv,) float32 from a scalar or one number per key head."""
-    if scale is None:
-        return None
-    scale = scale if isinstance(scale, jax.Array) else np.asarray(scale)
-    if not jnp.issubdtype(scale.dtype, jnp.integer) and not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a number or numbers, got {scale.dtype}")
-    if scale.shape not in ((), (1,), (Hkv,)):
-        raise ValueError(f"{name} must be a scalar or (key heads,) = ({Hkv},), got shape {scale.shape}")
-    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (Hkv,))
 
 
 def _window(sliding_window: Any) -> int | None:
@@ -383,16 +348,6 @@ class _Integers(NamedTuple):
 def _misplaced(xp: Any, starts: Any, T: int, counted: Any) -> Any:
     """Entries of query_start_loc out of order or range; those past the sequences that count are ignored."""
     return misplaced(xp, xp.asarray(starts), T) & xp.concatenate([xp.ones(1, bool), counted])
-
-
-def check(values: Any, bad: Callable[[Any, Any], Any], message: str, involved: tuple[Any, ...]) -> None:
-    """`checks.check_rows` of `bad(numpy or jax.numpy, values)`, by where the arrays involved are."""
-    on_device = any(isinstance(x, jax.Array) for x in involved)
-    if on_device and not checks.enabled():
-        return
-    xp = jnp if on_device else np
-    values = values(xp) if callable(values) else xp.asarray(values)
-    checks.check_rows(values, bad(xp, values), message)
 
 
 # What implementations in jax.numpy share --------------------------------------------------------------------

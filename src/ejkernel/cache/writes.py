@@ -6,11 +6,32 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.arrays import integers
-from ejkernel.kernels.paged.spec import array, cache, cache_scale, check
+from ejkernel.checks.caches import array, cache, cache_scale
+from ejkernel.checks.values import check
+
+
+def write_pages(
+    pages: dict[str, Any], key: jax.Array, value: jax.Array, slots: Any, k_scale: Any, v_scale: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`write_kv_pages`: `pages` are the two caches by the names that errors give them."""
+    slots = _checked_slots(pages, {"key": key, "value": value}, slots)
+    key_pages, value_pages = pages.values()
+    keys = _write(key_pages, _divided(key, k_scale, "k_scale"), slots)
+    return keys, _write(value_pages, _divided(value, v_scale, "v_scale"), slots)
+
+
+def write_interleaved_pages(
+    pages: dict[str, Any], key: jax.Array, value: jax.Array, slots: Any, k_scale: Any, v_scale: Any
+) -> jax.Array:
+    """`write_interleaved_kv_pages`: `pages` is the one cache by its name."""
+    slots = _checked_slots(pages, {"key": key, "value": value}, slots)
+    pair = jnp.stack([_divided(key, k_scale, "k_scale"), _divided(value, v_scale, "v_scale")], axis=2)
+    (kv_pages,) = pages.values()
+    return _write(kv_pages, pair.reshape(key.shape[0], 2 * key.shape[1], key.shape[2]), slots)
 
 
 @jax.jit
-def write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:
+def _write(pages: Any, rows: jax.Array, slots: Any) -> jax.Array:
     """`pages` (P, L, heads, D) with `rows` (N, heads, D) at `slots` (N,); a slot outside is left out."""
     P, L, *trailing = pages.shape
     flat = jnp.asarray(pages).reshape(P * L, *trailing)
@@ -29,7 +50,7 @@ def stored(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-def scaled(x: jax.Array, scale: Any, name: str) -> jax.Array:
+def _divided(x: jax.Array, scale: Any, name: str) -> jax.Array:
     """x (N, heads, D) divided by what a reader will multiply with: a scalar or (heads,)."""
     scale = cache_scale(name, scale, x.shape[1])
     return x if scale is None else x.astype(jnp.float32) / scale[None, :, None]
@@ -37,12 +58,12 @@ def scaled(x: jax.Array, scale: Any, name: str) -> jax.Array:
 
 def _repeated(xp: Any, slots: Any) -> Any:
     """Which slots of a page another row has too."""
-    ordered = xp.sort(slots)
-    times = xp.searchsorted(ordered, slots, side="right") - xp.searchsorted(ordered, slots, side="left")
-    return (slots >= 0) & (times > 1)
+    ascending = xp.sort(slots)
+    rows = xp.searchsorted(ascending, slots, side="right") - xp.searchsorted(ascending, slots, side="left")
+    return (slots >= 0) & (rows > 1)
 
 
-def checked(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
+def _checked_slots(pages: dict[str, Any], rows: dict[str, Any], slots: Any) -> Any:
     """`slots` as an array, after checking that caches, rows and slots fit; one cache may hold both keys and values."""
     slots = integers("slots", slots, 1)
     both = len(rows) // len(pages)

@@ -1,0 +1,87 @@
+"""What the operation and its implementations share: options, the canonical call on tensors, and layouts in memory."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ejkernel.kernels.softmax.spec import Band, Spec
+from ejkernel.ops import Call
+from ejkernel.torch.inputs import FLOAT8S
+from ejkernel.torch.pattern import Pattern
+
+
+class Options(NamedTuple):
+    """What is static about a call, in words that a custom op takes.
+
+    `pattern` is the key of a `Pattern`, or ""; `block_m` and `block_n` are the tile, or 0.
+    """
+
+    scale: float
+    lo: int | None = None
+    hi: int | None = None
+    soft_cap: float | None = None
+    pattern: str = ""
+    block_m: int = 0
+    block_n: int = 0
+
+
+# query, key, value, sinks, then the four of `Lengths`
+Tensors = tuple[Any, ...]
+
+
+def signature(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """All that the way of a call on plain tensors depends on, beside its options: how they lie, and where."""
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _spec(options: Options) -> Spec:
+    block = Pattern.known(options.pattern).block_size if options.pattern else None
+    return Spec(
+        scale=options.scale,
+        band=Band(options.lo, options.hi),
+        soft_cap=options.soft_cap,
+        pattern_block=None if block is None else (block, block),
+        pattern_by_position=block is not None,
+    )
+
+
+_NAMES = ("query", "key", "value", "sinks", "q_segments", "kv_segments", "q_positions", "kv_positions")
+
+
+def canonical(tensors: Tensors, options: Options) -> Any:
+    """The call as the softmax family knows it, on tensors."""
+    arrays: dict[str, Any] = {name: x for name, x in zip(_NAMES, tensors, strict=True) if x is not None}
+    if "sinks" in arrays:
+        arrays["sinks"] = arrays["sinks"][None]
+    return Call(_spec(options), arrays)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(H,): sinks take weight exp(sink - lse) and give no value. lse and delta are (B, H, T), lse +inf where none."""
+    share = torch.exp(sinks.float()[None, :, None] - lse)
+    # a hidden row's delta may be nan; it has no share
+    return -torch.where(share > 0, share * delta, 0.0).sum((0, 2)).to(sinks.dtype)
+
+
+def output_dtype(query: Tensor) -> torch.dtype:
+    return torch.bfloat16 if query.dtype in FLOAT8S else query.dtype
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all three are dense as (B, heads, length, dim), and not as (B, length, heads, dim)."""
+    three = (query, key, value)
+    return not all(x.is_contiguous() for x in three) and all(x.transpose(1, 2).is_contiguous() for x in three)
+
+
+def empty_rows(like: Tensor, shape: tuple[int, ...], first: bool, dtype: torch.dtype) -> Tensor:
+    """An empty (B, length, heads, dim), with the heads before the length in memory where `first`."""
+    B, L, H, D = shape
+    if first:
+        return like.new_empty((B, H, L, D), dtype=dtype).transpose(1, 2)
+    return like.new_empty(shape, dtype=dtype)
