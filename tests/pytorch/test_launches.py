@@ -221,11 +221,11 @@ def test_blocks_narrower_than_tiles_cost_no_more_than_wide_ones(recorded):
         module = LocalStrideSparseAttention(16, 4096, block, 512 // block, 8)
         module(*qkv(1, 4096, 4096, 16, 16, 128, torch.bfloat16)).sum().backward()
         (program,) = launches._READY.values()
-        assert {dict(launch.constexprs)["C"].PIECE for launch, _ in recorded} == {None, 16} or block != 16
+        assert {dict(launch.constexprs)["C"].SUB_BLOCK for launch, _ in recorded} == {None, 16} or block != 16
         recorded.clear()
         found = {}
         for (tile, side), planned in program.schedules.items():
-            width = program.piece(tile, side) or tile.block_k
+            width = program.sub_block(tile, side) or tile.block_k
             found[side] = int(planned.rows[..., 1].sum()) * tile.block_q * (width if side == "q" else tile.block_k)
         return found
 

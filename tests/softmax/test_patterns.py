@@ -43,7 +43,7 @@ def test_lists_of_narrow_blocks_have_wider_pieces_where_they_would_be_long(monke
         pattern = jax.ShapeDtypeStruct((1, 32, T // 16, T // 16), bool)
         shapes = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct((1, T, 32, 128), "bfloat16"))
         spec = Spec(scale=1.0, band=Band(None, 0), pattern_block=(16, 16))
-        return triton.piece_of(Call(spec, {**shapes, "pattern": pattern}), triton.Tile(64, 64, 4, 2))
+        return triton.sub_block_keys(Call(spec, {**shapes, "pattern": pattern}), triton.Tile(64, 64, 4, 2))
 
     assert [piece(T) for T in (8192, 32768, 65536, 131072)] == [16, 16, 32, None]
     # and what they hold is found in them

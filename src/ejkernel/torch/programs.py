@@ -207,7 +207,7 @@ _BLOCKS = 1024
 
 
 class Planned(NamedTuple):
-    """A schedule on the device: bounds or numbers, lists if there are such, and the order of pieces of keys."""
+    """A schedule on the device: bounds or numbers, lists if there are such, and the order of sub-blocks of keys."""
 
     rows: Tensor | None = None
     index: Tensor | None = None
@@ -292,9 +292,9 @@ class Program:
         wide = max(self.dims.D, self.dims.Dv) > 64
         return replace(narrow, block_q=min(tile.block_q, 32), stages=3) if wide else narrow
 
-    def piece(self, tile: Tile, side: Side) -> int | None:
-        """Of a tile whose keys come in pieces: as rows, only in an order that is found once."""
-        return family.piece_of(self.call, tile) if side == "q" or self.static else None
+    def sub_block(self, tile: Tile, side: Side) -> int | None:
+        """Keys of a sub-block, of a tile whose keys come in such: as rows, only in an order that is found once."""
+        return family.sub_block_keys(self.call, tile) if side == "q" or self.static else None
 
     def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool) -> Planned:
         """On the device; of a mask without lengths, once."""
@@ -323,7 +323,7 @@ class Program:
     def _maker(self, tile: Tile, side: Side) -> Maker:
         from ejkernel.kernels.softmax.triton.schedule import EXTENTS, extents_kernel, rows_kernel
 
-        tile = replace(tile, block_k=self.piece(tile, side) or tile.block_k, warps=4, stages=1)
+        tile = replace(tile, block_k=self.sub_block(tile, side) or tile.block_k, warps=4, stages=1)
         B, n_q, n_k = self.dims.B, -(-self.dims.T // tile.block_q), -(-self.dims.S // tile.block_k)
         rows, others = (n_q, n_k) if side == "q" else (n_k, n_q)
         patterns = 0 if self.pattern is None else self.pattern.heads
@@ -389,11 +389,11 @@ class Program:
         self, kernel: Any, tile: Tile, side: Side, heads: int, outputs: Sequence[str], schedule: Any, **constants: Any
     ) -> Pair:
         """Both launches read one schedule, with one tile."""
-        piece = self.piece(tile, side)
+        width = self.sub_block(tile, side)
         length = self.dims.T if side == "q" else self.dims.S
-        flagged = family.flag_rows(tile, side, piece)
+        flagged = family.flag_rows(tile, side, width)
         marks = (heads, -(-length // flagged))
-        constants = {"PIECE": piece, **constants}
+        constants = {"SUB_BLOCK": width, **constants}
         fast = self._step(kernel, tile, schedule, heads, (*outputs, "bad"), _ROWS, constants)
         if not family.hides_anything(self.call):
             return Pair(fast, None, marks)

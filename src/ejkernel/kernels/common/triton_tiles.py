@@ -30,22 +30,25 @@ def load_rows(p, i_first, n_rows, stride, R: tl.constexpr, D: tl.constexpr, BD: 
 
 
 @triton.jit
-def load_rows_at(p, o_r, n_rows, stride, D: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr):
-    """load_rows of any rows."""
-    o_d = tl.arange(0, BD)
-    p_tile = p + o_r.to(tl.int64)[:, None] * stride + o_d[None, :]
-    if TAIL or D != BD:
-        return tl.load(p_tile, mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+def load_tile(p, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, i_column=0):
+    """Columns i_column .. i_column + BD of D, of rows that begin o_row elements behind p, (R, BD).
+
+    Zeros past D and where m_row is not set.
+    """
+    o_d = i_column + tl.arange(0, BD)
+    p_tile = p + (o_row[:, None] + o_d[None, :])
+    if D % BD == 0:
+        return tl.load(p_tile, mask=m_row[:, None], other=0.0)
     else:
-        return tl.load(p_tile)
+        return tl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows_at(p, b_x, o_r, n_rows, stride, D: tl.constexpr, BD: tl.constexpr):
-    """store_rows of any rows."""
-    o_d = tl.arange(0, BD)
-    p_tile = p + o_r.to(tl.int64)[:, None] * stride + o_d[None, :]
-    tl.store(p_tile, b_x.to(p.dtype.element_ty), mask=(o_r < n_rows)[:, None] & (o_d < D)[None, :])
+def store_tile(p, b_x, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, i_column=0):
+    """The reverse of load_tile."""
+    o_d = i_column + tl.arange(0, BD)
+    p_tile = p + (o_row[:, None] + o_d[None, :])
+    tl.store(p_tile, b_x.to(p.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
@@ -95,6 +98,31 @@ def guarded_dot(b_w, b_rows, m_seen, b_acc, PRECISION: tl.constexpr):
         b_hits = tl.dot(m_seen.to(tl.float16), tl.where(b_finite, 0.0, 1.0).to(tl.float16))
         b_acc = tl.where(b_hits > 0.0, float("nan"), b_acc)
     return b_acc
+
+
+@triton.jit
+def online_softmax(b_max, b_tile_max, MAY_BE_EMPTY: tl.constexpr):
+    """A step of the online softmax, from the running maxima of rows and those of a tile, both in units of log2.
+
+    Returns the new running maxima, what weights are taken against (`exp2(logits - base)`), and by how much the sums so
+    far shrink. MAY_BE_EMPTY: a row may have seen nothing yet, and its base is 0: -inf - 0, not -inf - -inf.
+    """
+    b_new = tl.maximum(b_max, b_tile_max)
+    b_base = b_new
+    if MAY_BE_EMPTY:
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    return b_new, b_base, tl.exp2(b_max - b_base)
+
+
+@triton.jit
+def softmax_result(b_max, b_sum):
+    """What sums of weighted values are divided by, and the log-sum-exp in units of log2, -inf where nothing was seen.
+
+    A sum of nan is not nothing: it must show.
+    """
+    m_some = b_sum != 0.0
+    b_total = tl.where(m_some, b_sum, 1.0)
+    return b_total, tl.where(m_some, b_max + tl.log2(b_total), float("-inf"))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.common.sizes import rounded_sizes
+from ejkernel.kernels.common.struct_call import struct_call
 from ejkernel.kernels.softmax.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
@@ -46,18 +47,8 @@ def _struct_call(
     dtype: str = "bfloat16",
     **options: Any,
 ) -> Call:
-    """A canonical call on shapes alone; an option given as a function is made inside."""
     shapes = [(B, T, H, D), (B, S, Hkv, D), (B, S, Hkv, Dv or D)]
-    found: list[Call] = []
-
-    def build(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-        made: dict[str, Any] = {name: option() if callable(option) else option for name, option in options.items()}
-        call = canonicalise(q, k, v, **made)
-        structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
-        found.append(Call(call.spec, structs))  # pyright: ignore[reportArgumentType]
-
-    jax.eval_shape(build, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-    return found[0]
+    return struct_call(canonicalise, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), **options)
 
 
 def _ids(length: int) -> jax.Array:

@@ -353,15 +353,15 @@ def _grouped(x: Any, size: int, block: int, length: int, axis: int, xp: Any) -> 
     return touched
 
 
-def in_order(call: Call, block_q: int, block_k: int, piece: int, xp: Any = jnp) -> tuple[Lists, Any]:
-    """Lists for blocks of keys that are put together from pieces, and the order of the pieces, (B|1, Hkv|1, n).
+def in_order(call: Call, block_q: int, block_k: int, sub_block: int, xp: Any = jnp) -> tuple[Lists, Any]:
+    """Lists for blocks of keys that are put together from sub-blocks, and the order of these, (B|1, Hkv|1, n).
 
-    A block visits what any of its pieces needs. So those that many more queries see than usual (stripes) come first
-    and together, where that is less in all than with pieces as they lie. The last block is filled up with pieces past
+    A block visits what any of its sub-blocks needs. So those that many more queries see than usual (stripes) come first
+    and together, where that is less in all than with sub-blocks as they lie. The last block is filled up with such past
     the end, and masked for them.
     """
     dims = dimensions(call)
-    some, every = maps(call, block_q, piece, "k", xp)
+    some, every = maps(call, block_q, sub_block, "k", xp)
     B, H, n, m = some.shape
     heads = dims.Hkv if H > 1 else 1
     seen = xp.sum(xp.asarray(xp.sum(some, axis=-1), dtype=xp.int32).reshape(B, heads, -1, n), axis=2)
@@ -372,16 +372,16 @@ def in_order(call: Call, block_q: int, block_k: int, piece: int, xp: Any = jnp) 
 
     def joined(order: Any) -> tuple[Any, Any]:
         at = xp.repeat(order, H // heads, axis=1)[..., None]
-        fill = ((0, 0), (0, 0), (0, -n % (block_k // piece)), (0, 0))
+        fill = ((0, 0), (0, 0), (0, -n % (block_k // sub_block)), (0, 0))
         ordered = (xp.pad(xp.take_along_axis(x, at, axis=2), fill) for x in (some, every))
-        some_of, every_of = (x.reshape(B, H, -1, block_k // piece, m) for x in ordered)
+        some_of, every_of = (x.reshape(B, H, -1, block_k // sub_block, m) for x in ordered)
         return xp.any(some_of, axis=3), xp.all(every_of, axis=3)
 
     def visits(order: Any) -> Any:
         return xp.sum(joined(order)[0].reshape(B, heads, -1), axis=-1)[..., None]
 
     order = xp.where(visits(stripes_first) < visits(as_is), stripes_first, as_is)
-    padded = xp.pad(order, ((0, 0), (0, 0), (0, -n % (block_k // piece))), constant_values=n)
+    padded = xp.pad(order, ((0, 0), (0, 0), (0, -n % (block_k // sub_block))), constant_values=n)
     return compact(*joined(order), xp), padded
 
 

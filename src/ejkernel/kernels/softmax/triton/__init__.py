@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.dropout import threshold
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.triton_launch import TritonLaunch, run_nan_safe
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, by_index, in_order, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
@@ -122,16 +123,16 @@ def default_config(call: Call) -> Config:
     return Config(*tiles, dbias=_HOPPER_BIAS.get(width) if table is _HOPPER_WITH_ARRAYS else None)
 
 
-# entries of four bytes; a list of tiles may have more, one of pieces is one of wider pieces then
+# entries of four bytes; a list of tiles may have more, one of sub-blocks is one of wider sub-blocks then
 _MOST_LISTED = 2**26
 
 
-def piece_of(call: Call, tile: Tile) -> int | None:
+def sub_block_keys(call: Call, tile: Tile) -> int | None:
     """How many keys lie together where a tile is put together from blocks of a pattern narrower than it is.
 
-    They may be several blocks, so that lists, which have an entry for each, stay within `_MOST_LISTED`.
+    A sub-block may be several blocks, so that lists, which have an entry for each, stay within `_MOST_LISTED`.
     """
-    # the index of a maximum is counted from a tile's first key, which pieces have not
+    # the index of a maximum is counted from the first key of a tile whose keys lie together
     if "pattern" not in call or "mask" in call or call.spec.with_argmax:
         return None
     B, H, _, _ = call["pattern"].shape
@@ -212,33 +213,14 @@ def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str,
     }
 
 
-class _Launch:
-    """The arguments the kernels share, by name."""
-
-    def __init__(self, call: Call, tile: Tile, schedule: Schedule | None = None, order: Any = None, **more: Any):
-        self.tile = tile
-        rows, index = (None, None) if schedule is None else _arrays(schedule)
-        self.n_rows = 0 if rows is None else rows.shape[2]
-        self.values = arguments(call, rows, index, order)
-        self.constants = constants(call, tile, LISTS=index is not None, **more)
-
-    def run(self, kernel: Any, grid: tuple[int, ...], out_shape: Any, aliases: Any = None, **more: Any) -> Any:
-        """Launch a kernel with the arguments its signature names."""
-        from ejkernel.bridge import triton_call_by_name
-
-        return triton_call_by_name(
-            kernel,
-            {**self.values, **more},
-            aliases=aliases,
-            out_shape=out_shape,
-            grid=grid,
-            num_warps=self.tile.warps,
-            num_stages=self.tile.stages,
-            C=self.constants,
-        )
+def _launch(call: Call, tile: Tile, heads: int, schedule: Schedule, order: Any = None, **more: Any) -> TritonLaunch:
+    """One program for each row of a schedule and each head; `more` are constants."""
+    rows, index = _arrays(schedule)
+    made = constants(call, tile, LISTS=index is not None, **more)
+    return TritonLaunch(arguments(call, rows, index, order), made, (rows.shape[2], heads), tile.warps, tile.stages)
 
 
-def _arrays(schedule: Schedule) -> tuple[jax.Array, jax.Array | None]:
+def _arrays(schedule: Schedule) -> tuple[Any, Any]:
     """Its rows, and the lists if it is made of such."""
     if isinstance(schedule, Lists):
         return schedule.number, schedule.index
@@ -298,48 +280,37 @@ def hides_anything(call: Call) -> bool:
 
 
 def scheduled(call: Call, tile: Tile, side: Side, xp: Any = jnp) -> tuple[Schedule, Any]:
-    """The schedule of a tile, and the order of the pieces of its keys where they are rows and come in pieces."""
-    piece = piece_of(call, tile)
-    if piece is None or side == "q":
-        return plan(call, tile.block_q, piece or tile.block_k, side, xp), None
-    return in_order(call, tile.block_q, tile.block_k, piece, xp)
+    """The schedule of a tile, and the order of the sub-blocks of keys where these are rows and come in sub-blocks."""
+    width = sub_block_keys(call, tile)
+    if width is None or side == "q":
+        return plan(call, tile.block_q, width or tile.block_k, side, xp), None
+    return in_order(call, tile.block_q, tile.block_k, width, xp)
 
 
-def careful_tile(tile: Tile, piece: int | None) -> Tile:
+def nan_safe_tile(tile: Tile, sub_block: int | None) -> Tile:
     """That of the launch over the blocks in which a fast one left a nan."""
-    return Tile(min(tile.block_q, 32), min(tile.block_k, 32, piece or 32), 4, 1)
+    return Tile(min(tile.block_q, 32), min(tile.block_k, 32, sub_block or 32), 4, 1)
 
 
-def flag_rows(tile: Tile, side: Side, piece: int | None) -> int:
+def flag_rows(tile: Tile, side: Side, sub_block: int | None) -> int:
     """How many queries or keys a mark stands for that a fast launch leaves where it met a nan."""
-    return tile.block_q if side == "q" else piece or tile.block_k
+    return tile.block_q if side == "q" else sub_block or tile.block_k
 
 
-def _run_twice(
+def _run(
     call: Call, tile: Tile, side: Side, kernel: Any, heads: int, outputs: dict[str, Any], rows: Any = None, **more: Any
-) -> Any:
-    """A kernel's outputs: the fast launch, then the careful one over the blocks in which the first left a nan.
-
-    `rows` are more arguments of the kernel, `more` are constants of it.
-    """
-    rows = rows or {}
-    piece = piece_of(call, tile)
-    flagged, length = flag_rows(tile, side, piece), call["query" if side == "q" else "key"].shape[1]
-    fast = _Launch(call, tile, *scheduled(call, tile, side), PIECE=piece, **more)
-    absent = dict.fromkeys((f"p_old_{name}" for name in outputs), None)
-    bad = jax.ShapeDtypeStruct((heads, -(-length // flagged)), jnp.int32)
-    *results, flags = fast.run(kernel, (fast.n_rows, heads), [*outputs.values(), bad], **rows, **absent, p_flags=None)
-    if not hides_anything(call):
-        return results
-    slow = careful_tile(tile, piece)
-    # more blocks than need be, but a schedule on the device would be made in every call, and mostly for nothing
-    schedule = by_index(call, slow.block_q, slow.block_k, side)
-    careful = _Launch(call, slow, schedule, GUARD=True, FLAG_ROWS=flagged, **more)
-    old = dict(zip(absent, results, strict=True))
-    unwritten = jax.ShapeDtypeStruct((1,), jnp.int32)
-    aliases = {name: number for number, name in enumerate(old)}
-    shapes = [*outputs.values(), unwritten]
-    return careful.run(kernel, (careful.n_rows, heads), shapes, aliases, **rows, **old, p_flags=flags)[:-1]
+) -> list[jax.Array]:
+    """A kernel's outputs, whatever hidden values are. `rows` are more arguments of the kernel, `more` its constants."""
+    width = sub_block_keys(call, tile)
+    flagged, length = flag_rows(tile, side, width), call["query" if side == "q" else "key"].shape[1]
+    fast = _launch(call, tile, heads, *scheduled(call, tile, side), SUB_BLOCK=width, **more)
+    nan_safe = None
+    if hides_anything(call):
+        slow = nan_safe_tile(tile, width)
+        # more blocks than need be, but a schedule on the device would be made in every call, and mostly for nothing
+        schedule = by_index(call, slow.block_q, slow.block_k, side)
+        nan_safe = _launch(call, slow, heads, schedule, GUARD=True, FLAG_ROWS=flagged, **more)
+    return run_nan_safe(kernel, outputs, fast, nan_safe, (heads, -(-length // flagged)), **(rows or {}))
 
 
 def run_forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -352,9 +323,9 @@ def run_forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[
         "total": jax.ShapeDtypeStruct((B, H, T if call.spec.with_argmax else 1), jnp.float32),
         "argmax": jax.ShapeDtypeStruct((B, H, T if call.spec.with_argmax else 1), jnp.int32),
     }
-    found = dict(zip(shapes, _run_twice(call, config.forward, "q", forward_kernel, B * H, shapes), strict=True))
-    residuals = {name: found[name] for name in ("out", "lse")}
-    return found if call.spec.with_argmax else residuals, residuals
+    outputs = dict(zip(shapes, _run(call, config.forward, "q", forward_kernel, B * H, shapes), strict=True))
+    residuals = {name: outputs[name] for name in ("out", "lse")}
+    return outputs if call.spec.with_argmax else residuals, residuals
 
 
 def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
@@ -365,8 +336,8 @@ def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) ->
     rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(lse, delta, block)}
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
-    (dquery,) = _run_twice(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, rows, ROW_BLOCK=block)
-    key_value = partial(_run_twice, call, side="k", kernel=dkv_kernel, heads=B * Hkv, rows=rows, ROW_BLOCK=block)
+    (dquery,) = _run(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, rows, ROW_BLOCK=block)
+    key_value = partial(_run, call, side="k", kernel=dkv_kernel, heads=B * Hkv, rows=rows, ROW_BLOCK=block)
     if config.dv is None:
         dkey, dvalue = key_value(config.dkv, outputs={"dk": key, "dv": value})
     else:
@@ -404,10 +375,11 @@ def _bias_gradient(call: Call, tile: Tile, rows: dict[str, jax.Array], block: in
         shape, dtype = (dims.B, dims.H, *((1, dims.S) if shape[2] == 1 else (dims.T, 1))), jnp.float32
         call = replace(call, arrays=call.arrays | {"bias": jnp.broadcast_to(bias, shape)})
     grid = shape[0] * shape[1], -(-shape[2] // tile.block_q), -(-shape[3] // tile.block_k)
-    launch = _Launch(call, tile, ROW_BLOCK=block)
-    found = launch.run(kernel, grid, jax.ShapeDtypeStruct(shape, dtype), **rows)
-    apart = tuple(axis for axis in range(4) if bias.shape[axis] < shape[axis])
-    return found.sum(apart, keepdims=True).astype(bias.dtype)
+    made = constants(call, tile, LISTS=False, ROW_BLOCK=block)
+    launch = TritonLaunch(arguments(call, None, None), made, grid, tile.warps, tile.stages)
+    gradient = launch.run(kernel, jax.ShapeDtypeStruct(shape, dtype), **rows)
+    broadcast_axes = tuple(axis for axis in range(4) if bias.shape[axis] < shape[axis])
+    return gradient.sum(broadcast_axes, keepdims=True).astype(bias.dtype)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, run_forward, run_backward)

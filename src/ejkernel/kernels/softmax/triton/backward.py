@@ -1,6 +1,6 @@
 """The backward kernels: dq owned by query blocks, dk and dv by key blocks, dbias by its own tiles; no atomics.
 
-Like the forward, dq and dk/dv run twice: fast, then with care (C.GUARD) over the blocks in which a nan turned up.
+Like the forward, dq and dk/dv run twice, the second time nan-safe (C.GUARD).
 """
 
 import triton
@@ -154,14 +154,14 @@ def dkv_kernel(
 ):  # fmt: skip
     i_row = tl.program_id(0)
     i_b, i_hk = tl.program_id(1) // C.HK, tl.program_id(1) % C.HK
-    # where the keys of this program lie: one run, or pieces in an order in which like ones are together
-    o_mark = i_row * C.PIECES + tl.arange(0, C.PIECES)
+    # where the keys of this program lie: one run, or sub-blocks in an order in which like ones are together
+    o_mark = i_row * C.SUB_BLOCKS + tl.arange(0, C.SUB_BLOCKS)
     i_k = i_row * C.BK
     o_k = i_k + tl.arange(0, C.BK)
-    if C.PIECE is not None:
+    if C.SUB_BLOCK is not None:
         p_order += i_b * s_order_b + i_hk * s_order_h
-        i_k = tl.load(p_order + i_row * C.PIECES) * C.PIECE
-        o_k = tl.load(p_order + o_k // C.PIECE) * C.PIECE + o_k % C.PIECE
+        i_k = tl.load(p_order + i_row * C.SUB_BLOCKS) * C.SUB_BLOCK
+        o_k = tl.load(p_order + o_k // C.SUB_BLOCK) * C.SUB_BLOCK + o_k % C.SUB_BLOCK
         o_mark = tl.load(p_order + o_mark)
     if C.GUARD:
         if tl.load(p_flags + tl.program_id(1) * tl.cdiv(S, C.FLAG_ROWS) + i_k // C.FLAG_ROWS) == 0:
@@ -222,9 +222,9 @@ def dkv_kernel(
     if C.VALUE:
         store_keys(p_dv, b_dv, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, C)
     if not C.GUARD:
-        n_pieces = tl.cdiv(S, C.LISTED)
-        b_bad = tl.broadcast_to(tl.maximum(has_nan(b_dk), has_nan(b_dv)), [C.PIECES])
-        tl.store(p_bad + tl.program_id(1) * n_pieces + o_mark, b_bad, mask=o_mark < n_pieces)
+        n_sub_blocks = tl.cdiv(S, C.LISTED)
+        b_bad = tl.broadcast_to(tl.maximum(has_nan(b_dk), has_nan(b_dv)), [C.SUB_BLOCKS])
+        tl.store(p_bad + tl.program_id(1) * n_sub_blocks + o_mark, b_bad, mask=o_mark < n_sub_blocks)
 
 
 @triton.jit
@@ -239,10 +239,10 @@ def dbias_kernel(
     n_tiles_q, n_tiles_k = tl.num_programs(1), tl.num_programs(2)
     i_all = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + n_tiles_q * tl.program_id(2))
     i_tile_q, i_tile_k = i_all % n_tiles_q, i_all // n_tiles_q % n_tiles_k
-    i_part = i_all // (n_tiles_q * n_tiles_k)
-    i_bb, i_bh = i_part, 0
+    i_matrix = i_all // (n_tiles_q * n_tiles_k)
+    i_bb, i_bh = i_matrix, 0
     if C.BIAS & AXIS_H:
-        i_bb, i_bh = i_part // C.H, i_part % C.H
+        i_bb, i_bh = i_matrix // C.H, i_matrix % C.H
     # from the grid, not from the axes: known when compiling, the loop would keep every pointer in registers
     n_h = 1 if C.BIAS & AXIS_H else C.H
     n_b = B * C.H // (tl.num_programs(0) * n_h)
@@ -283,7 +283,7 @@ def dbias_kernel(
         b_sum += b_ds
     # (1, 1), (1, BK), (BQ, 1) or (BQ, BK) of it are the bias's own
     o_t, o_s = i_tile_q * C.BQ + tl.arange(0, C.BQ), i_tile_k * C.BK + tl.arange(0, C.BK)
-    p_dbias += i_part.to(tl.int64) * (T if C.BIAS & AXIS_T else 1) * (S if C.BIAS & AXIS_S else 1)
+    p_dbias += i_matrix.to(tl.int64) * (T if C.BIAS & AXIS_T else 1) * (S if C.BIAS & AXIS_S else 1)
     if C.BIAS & AXIS_T and C.BIAS & AXIS_S:
         p_tile = p_dbias + o_t.to(tl.int64)[:, None] * S + o_s[None, :]
         tl.store(p_tile, b_sum, mask=(o_t < T)[:, None] & (o_s < S)[None, :])

@@ -1,8 +1,6 @@
 """The forward kernel: one program owns a block of query rows of one head and visits its scheduled key blocks.
 
-It runs twice. The first launch is fast and marks the blocks whose result holds a nan, which may have leaked from a
-hidden value: 0 * nan is nan. The second (GUARD) leaves at once unless its block is marked; then it does the block
-again with care. Nothing of this costs the fast loop anything.
+It runs twice, the second time nan-safe (C.GUARD): see `kernels/common/triton_launch.py`.
 """
 
 import triton
@@ -16,16 +14,18 @@ from ejkernel.kernels.common.triton_tiles import (
     guarded_dot,
     has_nan,
     load_rows,
+    online_softmax,
     schedule_row,
+    softmax_result,
     store_rows,
 )
 from ejkernel.kernels.softmax.triton.tiles import (
     finished_logits,
     head_options,
     head_rows,
+    head_start,
     listed_keys,
     load_keys,
-    part_of,
     tile_counts,
     visible,
     widened,
@@ -66,11 +66,11 @@ def forward_kernel(
     # (BQ, BD)
     b_q = widened(load_rows(p_q, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, C.TAIL_Q), C)
     # (BQ,) running maximum in units of log2, running sum
-    b_top = tl.full([C.BQ], float("-inf"), tl.float32)
+    b_max = tl.full([C.BQ], float("-inf"), tl.float32)
     b_sum = tl.full([C.BQ], 0.0, tl.float32)
     if C.SINKS:
-        sink = tl.load(part_of(p_sinks, i_b, i_h, T, S, C.H, C.SINKS)) * LOG2_E
-        b_top = tl.full([C.BQ], 0.0, tl.float32) + sink
+        sink = tl.load(head_start(p_sinks, i_b, i_h, T, S, C.H, C.SINKS)) * LOG2_E
+        b_max = tl.full([C.BQ], 0.0, tl.float32) + sink
         b_sum += tl.where(sink > float("-inf"), 1.0, 0.0)
     b_best = tl.full([C.BQ], float("-inf"), tl.float32)
     b_arg = tl.full([C.BQ], -1, tl.int32)
@@ -99,22 +99,16 @@ def forward_kernel(
                 b_s = tl.where(m_seen, b_s, float("-inf"))
             # unit is positive: the maximum may be scaled instead of every logit
             b_tile = tl.max(b_s, 1) * unit
-            b_new = tl.maximum(b_top, b_tile)
             if C.ARGMAX:
                 b_arg = tl.where(b_tile > b_best, i_k + tl.argmax(b_s, 1), b_arg)
                 b_best = tl.maximum(b_best, b_tile)
-            # a row that has seen nothing yet: -inf - 0, not -inf - -inf
-            b_base = b_new
-            if MASKED or C.BIAS:
-                b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_max, b_base, b_shrink = online_softmax(b_max, b_tile, MASKED or C.BIAS)
             b_x = b_s * unit - b_base[:, None]
             if C.BIAS:
                 # fused with the product it may pass 0 by a rounding, and a rounding of 1e30 is large
                 b_x = tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
             b_p = tl.exp2(b_x)
-            b_shrink = tl.exp2(b_top - b_base)
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-            b_top = b_new
             b_out *= b_shrink[:, None]
             if C.DROPOUT:
                 m_keep = dropout_keep(seed, o_q[:, None], o_k[None, :], threshold)
@@ -127,13 +121,11 @@ def forward_kernel(
             else:
                 b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=C.PRECISION)
 
-    m_some = b_sum != 0.0
-    b_total = tl.where(m_some, b_sum, 1.0)
+    b_total, b_lse = softmax_result(b_max, b_sum)
     b_out /= b_total[:, None]
     store_rows(p_out, b_out, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV)
-    b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
     o_row = i_bh.to(tl.int64) * T + o_q
-    tl.store(p_lse + o_row, b_lse, mask=o_q < T)
+    tl.store(p_lse + o_row, b_lse * LN_2, mask=o_q < T)
     if C.ARGMAX:
         tl.store(p_total + o_row, b_sum, mask=o_q < T)
         tl.store(p_argmax + o_row, b_arg, mask=o_q < T)

@@ -1,13 +1,13 @@
 """The block schedule of calls with segments and positions, in two launches: what `plan` of `schedule.py` defines.
 
-The first finds what tokens each block holds, the second walks over the blocks of the other side for each row of the
+The first finds what tokens each block holds, the second looks at the blocks of the other side for each row of the
 schedule. A row's list has nothing behind its number: nobody reads there.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.softmax.triton.tiles import floor_div, part_of
+from ejkernel.kernels.softmax.triton.tiles import floor_div, head_start
 
 # of a block, over its tokens that are no padding: smallest and largest segment, the same of positions; is none padding?
 EXTENTS = tl.constexpr(5)
@@ -23,17 +23,20 @@ def extents_kernel(
     C: tl.constexpr, NQ: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
     """(B, EXTENTS, blocks of queries, then of keys): a program has NQ of the ones, or NK of the others."""
-    i_part = tl.program_id(0)
+    i_program = tl.program_id(0)
     i_b = tl.program_id(1)
     n_q, n_k = tl.cdiv(T, C.BQ), tl.cdiv(S, C.BK)
-    n_parts = tl.cdiv(n_q, NQ)
+    n_programs_q = tl.cdiv(n_q, NQ)
     p_extents += i_b.to(tl.int64) * EXTENTS * (n_q + n_k)
-    if i_part < n_parts:
-        p_seg, p_pos = part_of(p_q_seg, i_b, 0, T, S, 1, C.Q_SEGMENTS), part_of(p_q_pos, i_b, 0, T, S, 1, C.Q_POSITIONS)
-        store_extents(p_seg, p_pos, i_part * NQ, T, p_extents, n_q, n_q + n_k, NQ, C.BQ)
+    if i_program < n_programs_q:
+        p_seg = head_start(p_q_seg, i_b, 0, T, S, 1, C.Q_SEGMENTS)
+        p_pos = head_start(p_q_pos, i_b, 0, T, S, 1, C.Q_POSITIONS)
+        store_extents(p_seg, p_pos, i_program * NQ, T, p_extents, n_q, n_q + n_k, NQ, C.BQ)
     else:
-        p_seg, p_pos = part_of(p_k_seg, i_b, 0, T, S, 1, C.K_SEGMENTS), part_of(p_k_pos, i_b, 0, T, S, 1, C.K_POSITIONS)
-        store_extents(p_seg, p_pos, (i_part - n_parts) * NK, S, p_extents + n_q, n_k, n_q + n_k, NK, C.BK)
+        i_program -= n_programs_q
+        p_seg = head_start(p_k_seg, i_b, 0, T, S, 1, C.K_SEGMENTS)
+        p_pos = head_start(p_k_pos, i_b, 0, T, S, 1, C.K_POSITIONS)
+        store_extents(p_seg, p_pos, i_program * NK, S, p_extents + n_q, n_k, n_q + n_k, NK, C.BK)
 
 
 @triton.jit
@@ -75,14 +78,14 @@ def rows_kernel(
         p_sums += (i_h * PATTERNS // HEADS).to(tl.int64) * (C.PATTERN_ROWS + 1) * (C.PATTERN_COLUMNS + 1)
     i_list = i_bh.to(tl.int64) * tl.num_programs(0) + i_row
     o_row = i_row + tl.arange(0, 1)
-    o_part = tl.arange(0, N)
+    o_step = tl.arange(0, N)
     if C.LISTS:
         p_list = p_index + i_list * n_others
         # (N,)
         b_covered = tl.full([N], 0, tl.int32)
         b_seen = tl.full([N], 0, tl.int32)
         for i in range(0, n_others, N):
-            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, i + o_part, n_q, n_k, BY_KEYS, C)
+            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, i + o_step, n_q, n_k, BY_KEYS, C)
             b_covered += m_covered.to(tl.int32)
             b_seen += m_seen.to(tl.int32)
         n_covered = tl.sum(b_covered, 0)
@@ -90,19 +93,19 @@ def rows_kernel(
         tl.store(p_rows + i_list * 2 + 1, tl.sum(b_seen, 0))
         n_unmasked, n_masked = n_covered * 0, n_covered
         for i in range(0, n_others, N):
-            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, i + o_part, n_q, n_k, BY_KEYS, C)
+            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, i + o_step, n_q, n_k, BY_KEYS, C)
             b_covered = m_covered.to(tl.int32)
             b_masked = m_seen.to(tl.int32) - b_covered
             # where each stands in the list
             o_unmasked = n_unmasked + tl.cumsum(b_covered, 0) - 1
             o_masked = n_masked + tl.cumsum(b_masked, 0) - 1
-            tl.store(p_list + tl.where(m_covered, o_unmasked, o_masked), i + o_part, mask=m_seen)
+            tl.store(p_list + tl.where(m_covered, o_unmasked, o_masked), i + o_step, mask=m_seen)
             n_unmasked += tl.sum(b_covered, 0)
             n_masked += tl.sum(b_masked, 0)
     else:
         i_lo, i_hi, i_full, i_end = n_others, n_others * 0, n_others, n_others
         for i in range(0, n_others, N):
-            o = i + o_part
+            o = i + o_step
             m_seen, m_covered = block_maps(p_extents, p_sums, o_row, o, n_q, n_k, BY_KEYS, C)
             i_lo = tl.minimum(i_lo, tl.min(tl.where(m_seen, o, n_others), 0))
             i_hi = tl.maximum(i_hi, tl.max(tl.where(m_seen, o + 1, 0), 0))

@@ -8,9 +8,9 @@ import triton.language as tl
 from ejkernel.kernels.common.triton_tiles import (
     block_at,
     load_rows,
-    load_rows_at,
+    load_tile,
     store_rows,
-    store_rows_at,
+    store_tile,
     tanh,
 )
 
@@ -35,11 +35,11 @@ class Constants:
         Q_SEGMENTS, ..., BIAS, SINKS: the axes of these arrays.
         LISTS: whether the schedule is made of lists.
         TAIL_Q: whether the last block of queries is cut off.
-        GUARD: whether this is the careful launch, over the blocks of FLAG_ROWS queries or keys that a fast one marked.
+        GUARD: whether this is the nan-safe launch, over the blocks of FLAG_ROWS queries or keys that a fast one marked.
         ROW_BLOCK: what lse and delta are padded to a multiple of.
         KEY, VALUE: whether the launch is to give dk, and dv.
         PATTERN_ROWS, PATTERN_COLUMNS: of a pattern that is looked up by position; None: by index, and it fits T and S.
-        PIECE: how many keys lie together where a tile's keys come from several places; None: they are one run.
+        SUB_BLOCK: how many keys lie together where a tile's keys come in sub-blocks; None: they are one run.
         HEADS_FIRST: whether q, k, v, out and their gradients are (B, H, length, D) in memory, not (B, length, H, D).
         WIDE: what 8-bit inputs are computed in, or None.
     """
@@ -80,17 +80,17 @@ class Constants:
     VALUE: bool = True
     PATTERN_ROWS: int | None = None
     PATTERN_COLUMNS: int | None = None
-    PIECE: int | None = None
+    SUB_BLOCK: int | None = None
     HEADS_FIRST: bool = False
     WIDE: tl.dtype | None = None
 
     # keys of a block of the schedule, and how many such a tile has
     @property
     def LISTED(self) -> int:
-        return self.PIECE or self.BK
+        return self.SUB_BLOCK or self.BK
 
     @property
-    def PIECES(self) -> int:
+    def SUB_BLOCKS(self) -> int:
         return self.BK // self.LISTED
 
     # how far apart the rows of a head are in q, k, v and out
@@ -132,56 +132,56 @@ def widened(b_x, C: tl.constexpr):
 @triton.jit
 def tile_counts(n_unmasked, n_all, C: tl.constexpr):
     """Blocks of a list, without a mask and in all, as tiles: what is left over of the former goes to the latter."""
-    if C.PIECE is None:
+    if C.SUB_BLOCK is None:
         return n_unmasked, n_all
     else:
-        return n_unmasked // C.PIECES, tl.cdiv(n_all, C.PIECES)
+        return n_unmasked // C.SUB_BLOCKS, tl.cdiv(n_all, C.SUB_BLOCKS)
 
 
 @triton.jit
 def listed_keys(p_row, p_list, n, n_listed, S, C: tl.constexpr):
     """The first key of the n-th tile of a row, if they are one run, and all of them; past the end of a list, past S."""
     o = tl.arange(0, C.BK)
-    if C.PIECE is None:
+    if C.SUB_BLOCK is None:
         i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
         return i_k, i_k + o
     else:
-        o_piece = n * C.PIECES + o // C.PIECE
-        o_first = tl.load(p_list + o_piece, mask=o_piece < n_listed, other=0) * C.PIECE
-        return n * 0, tl.where(o_piece < n_listed, o_first + o % C.PIECE, S)
+        o_sub_block = n * C.SUB_BLOCKS + o // C.SUB_BLOCK
+        o_first = tl.load(p_list + o_sub_block, mask=o_sub_block < n_listed, other=0) * C.SUB_BLOCK
+        return n * 0, tl.where(o_sub_block < n_listed, o_first + o % C.SUB_BLOCK, S)
 
 
 @triton.jit
 def load_keys(p, i_k, o_k, S, stride, D: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr):
     """Rows o_k, which start at i_k if they are one run; zeros past S and past D."""
-    if C.PIECE is None:
+    if C.SUB_BLOCK is None:
         return load_rows(p, i_k, S, stride, C.BK, D, BD, TAIL)
     else:
-        return load_rows_at(p, o_k, S, stride, D, BD, TAIL)
+        return load_tile(p, o_k.to(tl.int64) * stride, o_k < S, D, BD)
 
 
 @triton.jit
 def store_keys(p, b_x, i_k, o_k, S, stride, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
     """The reverse of load_keys."""
-    if C.PIECE is None:
+    if C.SUB_BLOCK is None:
         store_rows(p, b_x, i_k, S, stride, C.BK, D, BD)
     else:
-        store_rows_at(p, b_x, o_k, S, stride, D, BD)
+        store_tile(p, b_x, o_k.to(tl.int64) * stride, o_k < S, D, BD)
 
 
 @triton.jit
-def part_of(p, i_b, i_h, T, S, H, AXES: tl.constexpr):
+def head_start(p, i_b, i_h, T, S, H, AXES: tl.constexpr):
     """Where one (batch, head) starts in an array (B, H, T, S) that may lack any axis."""
-    i_part = i_b.to(tl.int64) * 0
+    i_first = i_b.to(tl.int64) * 0
     if AXES & AXIS_B:
-        i_part += i_b
+        i_first += i_b
     if AXES & AXIS_H:
-        i_part = i_part * H + i_h
+        i_first = i_first * H + i_h
     if AXES & AXIS_T:
-        i_part *= T
+        i_first *= T
     if AXES & AXIS_S:
-        i_part *= S
-    return p + i_part
+        i_first *= S
+    return p + i_first
 
 
 @triton.jit
@@ -208,13 +208,13 @@ def head_options(
     C: tl.constexpr,
 ):  # fmt: skip
     """The arrays of one (batch, head) that logits and masks are made of, as the functions below take them."""
-    p_bias = part_of(p_bias, i_b, i_h, T, S, C.H, C.BIAS)
-    p_mask = part_of(p_mask, i_b, i_h, T, S, C.H, C.MASK)
+    p_bias = head_start(p_bias, i_b, i_h, T, S, C.H, C.BIAS)
+    p_mask = head_start(p_mask, i_b, i_h, T, S, C.H, C.MASK)
     p_pattern += i_b.to(tl.int64) * s_pattern_b + i_h.to(tl.int64) * s_pattern_h
-    p_q_seg = part_of(p_q_seg, i_b, i_h, T, S, C.H, C.Q_SEGMENTS)
-    p_k_seg = part_of(p_k_seg, i_b, i_h, T, S, C.H, C.K_SEGMENTS)
-    p_q_pos = part_of(p_q_pos, i_b, i_h, T, S, C.H, C.Q_POSITIONS)
-    p_k_pos = part_of(p_k_pos, i_b, i_h, T, S, C.H, C.K_POSITIONS)
+    p_q_seg = head_start(p_q_seg, i_b, i_h, T, S, C.H, C.Q_SEGMENTS)
+    p_k_seg = head_start(p_k_seg, i_b, i_h, T, S, C.H, C.K_SEGMENTS)
+    p_q_pos = head_start(p_q_pos, i_b, i_h, T, S, C.H, C.Q_POSITIONS)
+    p_k_pos = head_start(p_k_pos, i_b, i_h, T, S, C.H, C.K_POSITIONS)
     return p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos
 
 
