@@ -45,6 +45,9 @@ ERRORS = {
     "scale": ((Q, K, V), {"softmax_scale": 0}, ValueError, "softmax_scale=0.0 must not be 0"),
     "scale-small": ((Q, K, V), {"softmax_scale": 1e-39}, ValueError, "softmax_scale=1e-39 must .* within float32"),
     "scale-text": ((Q, K, V), {"softmax_scale": "small"}, TypeError, "softmax_scale must be a number, got 'small'"),
+    "gate-of-some": ((Q, K, V, jnp.zeros((B, 2, H))), {}, ValueError, r"needed \(2, 6, 3\), where any size may be 1"),
+    "gamma-text": ((Q, K, V), {"g_gamma": "strong"}, TypeError, "g_gamma must be an array, got str"),
+    "gamma-flag": ((Q, K, V), {"g_gamma": True}, TypeError, "g_gamma must be an array, got bool"),
     "reverse": ((Q, K, V), {"reverse": 1}, TypeError, "reverse must be"),
     "return_state": ((Q, K, V), {"return_state": None}, TypeError, "return_state must be"),
     "platform": ((Q, K, V), {"platform": "cudnn"}, NotImplementedError, "platforms that could: xla"),
@@ -60,6 +63,11 @@ def test_errors(name):
     arguments, options, kind, message = ERRORS[name]
     with pytest.raises(kind, match=message):
         recurrent_attention(*arguments, **options)
+
+
+def test_a_traced_scale_is_one_number():
+    with pytest.raises(TypeError, match=r"softmax_scale must be a number, got float32 of shape \(3,\)"):
+        jax.jit(lambda scale: recurrent_attention(Q, K, V, softmax_scale=scale))(jnp.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,63 @@ def test_states_of_zeros_that_the_compiler_knows(known):
         assert_close(found[1], gradients)
 
 
+@pytest.mark.parametrize(
+    ("name", "small", "full"),
+    [
+        ("g_gamma", -0.5, (H,)),
+        ("g_gamma", -1, (H,)),
+        ("g_gamma", -np.inf, (H,)),
+        ("g_gamma", np.float32(-0.5), (H,)),
+        ("g_gamma", (1,), (H,)),
+        ("g", (1, 1, H), (2, 20, H)),
+        ("g", (2, 20, 1), (2, 20, H)),
+        ("g", (1, 20, 1, 1), (2, 20, H, D)),
+        ("gk", (2, 20, H, 1), (2, 20, H, D)),
+        ("gv", (1, 1, 1, DV), (2, 20, H, DV)),
+    ],
+    ids=str,
+)
+def test_decays_that_are_the_same_along_an_axis(name, small, full):
+    given = arrays(20, ())
+    small = -jnp.abs(normal(name, small)) / 8 if isinstance(small, tuple) else small
+    spread = attend(given | {name: jnp.broadcast_to(jnp.asarray(small, jnp.float32), full)})
+    assert_close(attend(given | {name: small}), spread)
+
+
+def test_a_gradient_of_decays_that_are_the_same_along_an_axis():
+    given, decay = arrays(20, ()), -jnp.abs(normal("g", (1, 1, H)))
+
+    def total(g):
+        return sum(x.sum() for x in attend(given | {"g": g}).values())
+
+    found, expected = jax.grad(total)(decay), jax.grad(total)(jnp.broadcast_to(decay, (2, 20, H)))
+    assert_close({"g": found}, {"g": expected.sum((0, 1), keepdims=True)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_traced_scale_is_the_number(dtype):
+    """And has a gradient; a program of one serves all of them."""
+    given = arrays(20, ("gk",), dtype=dtype)
+
+    def total(scale):
+        return attend(given, softmax_scale=scale)["out"].astype(jnp.float32).sum()
+
+    both = jax.jit(jax.value_and_grad(total))
+    for scale in (0.5, -2.0, 0.0):
+        value, slope = both(scale)
+        exact = attend(given, softmax_scale=1.0)["out"].astype(jnp.float32).sum()
+        tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(slope, exact, rtol=tolerance)
+        np.testing.assert_allclose(value, scale * exact, rtol=tolerance, atol=1e-6)
+    assert both._cache_size() == 1
+
+
+def test_a_number_of_all_heads_under_a_traced_call():
+    given = arrays(20, ())
+    found = jax.jit(lambda x, gamma: attend(x | {"g_gamma": gamma}))(given, -0.5)
+    assert_close(found, attend(given | {"g_gamma": jnp.full(H, -0.5)}))
+
+
 def test_decays_in_another_dtype():
     """Narrow decays beside wide queries are the same numbers; their gradients are rounded to them."""
     given = arrays(40, ("g", "gk"))

@@ -10,6 +10,7 @@ import pytest
 
 from ejkernel.modules import gla_attention, lightning_attention, recurrent_attention
 from harness import normal
+from harness.compilations import compiled_programs
 from harness.linear import named
 from tolerances import assert_close
 
@@ -255,3 +256,22 @@ def test_the_other_two():
         got = jax.jit(jax.vmap(step))(q, k, v, gk)
         loop = stacked([jax.jit(step)(*(x[n] for x in (q, k, v, gk))) for n in range(N)])
         assert_close(dict(enumerate(got)), dict(enumerate(loop)))
+
+
+@pytest.mark.parametrize("convert", [list, np.asarray, jnp.asarray], ids=["list", "numpy", "jax"])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_new_lengths_compile_nothing(convert, differentiated):
+    """Outside of jit: where sequences begin is a number of the program, whatever it comes as."""
+    given = {name: normal(name, (1, 16, 2, 4)) for name in ("query", "key", "value", "gk")}
+
+    def attend(cu, x):
+        return sum(y.sum() for y in recurrent_attention(**x, cu_seqlens=cu, return_state=True))
+
+    def run(*cu):
+        jax.block_until_ready((jax.grad(attend, 1) if differentiated else attend)(convert(cu), given))
+
+    run(0, 9, 16)
+    with compiled_programs() as names:
+        for cu in ((0, 7, 16), (0, 16, 16), (0, 3, 5)):
+            run(*cu)
+    assert names == []

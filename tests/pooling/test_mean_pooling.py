@@ -12,6 +12,7 @@ from ejkernel.kernels.pooling import reference
 from ejkernel.kernels.pooling.spec import canonicalise
 from ejkernel.modules.mean_pooling import mean_pooling
 from ejkernel.ops import explain, interpret
+from harness.compilations import compiled_programs
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -224,6 +225,28 @@ def test_forward_and_backward_compile_without_spills(target):
     assert [r.kernel for r in reports] == ["pooling_fwd_kernel", "pooling_bwd_kernel"]
     assert not [problem for report in reports for problem in report.problems]
     assert all("global.v4" in report.ptx for report in reports)
+
+
+@on_platforms
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_new_lengths_compile_nothing(chosen, differentiated):
+    """Outside of jit. Another number of rows is another shape of the result: that is cut off, which is all."""
+    x = normal(0, (1, 40, 1, 16))
+
+    def pool(x, cu_seqlens):
+        return mean_pooling(x, np.array(cu_seqlens), chunk_size=8, platform=chosen)
+
+    def run(*cu_seqlens):
+        out, pull = jax.vjp(lambda x: pool(x, cu_seqlens), x) if differentiated else (pool(x, cu_seqlens), None)
+        return out.shape[1], pull and jax.block_until_ready(pull(out))
+
+    assert run(0, 16, 40)[0] == 5
+    with compiled_programs() as names:
+        assert run(0, 24, 40)[0] == run(0, 8, 36)[0] == 5
+    assert names == []
+    with compiled_programs() as names:
+        assert run(0, 12, 40)[0] == 6
+    assert all("slice" in name or "pad" in name or "iota" in name for name in names), names
 
 
 @pytest.mark.gpu

@@ -16,13 +16,13 @@ def recurrent_attention(
     key: Float[Array, "*B T H D"],
     value: Float[Array, "*B T H Dv"],
     g: Float[Array, "..."] | None = None,
-    g_gamma: Float[Array, " H"] | None = None,
-    gk: Float[Array, "*B T H D"] | None = None,
-    gv: Float[Array, "*B T H Dv"] | None = None,
+    g_gamma: Float[Array, "#H"] | float | None = None,
+    gk: Float[Array, "*#B #T #H #D"] | None = None,
+    gv: Float[Array, "*#B #T #H #Dv"] | None = None,
     initial_state: Float[Array, "*N H D Dv"] | None = None,
     cu_seqlens: Int[Array, " N1"] | None = None,
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
     platform: str | None = None,
@@ -50,15 +50,17 @@ def recurrent_attention(
             batch too, and come back. An empty batch gives empty arrays.
         key: `(B, T, H, D)`.
         value: `(B, T, H, Dv)`.
-        g: log decay of every token and head, `(B, T, H)`; `(B, T, H, D)` means `gk`.
-        g_gamma: log decay of every head, the same for all tokens, `(H,)`.
+        g: log decay of every token and head, `(B, T, H)`; `(B, T, H, D)` means `gk`. `g`, `gk` and `gv` broadcast: any
+            of their sizes may be 1.
+        g_gamma: log decay of every head, the same for all tokens, `(H,)`; a number, of all heads.
         gk: log decay of every key channel, `(B, T, H, D)`.
         gv: log decay of every value channel, `(B, T, H, Dv)`.
         initial_state: what the sequences begin with, `(B, H, D, Dv)`; zeros by default. With `cu_seqlens`, one of each
             packed sequence, `(N, H, D, Dv)`.
         cu_seqlens: `(N + 1,)` integers rising from 0: where each of the sequences packed into one row begins, and where
             the last one ends. B is 1 then. What lies past the last entry is padding: it is not read, and gives zeros.
-        softmax_scale: of the output; default `D ** -0.5`.
+        softmax_scale: of the output; default `D ** -0.5`. A number is part of the program and may not be 0; one that is
+            traced is multiplied into the queries, and has a gradient.
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`, after the first).
         platform: `None` or `"auto"`, `"xla"`, `"triton"`, `"pallas"`.
@@ -105,11 +107,11 @@ def gla_attention(
     key: Float[Array, "*B T H D"],
     value: Float[Array, "*B T H Dv"],
     g: Float[Array, "..."] | None = None,
-    g_gamma: Float[Array, " H"] | None = None,
+    g_gamma: Float[Array, "#H"] | float | None = None,
     initial_state: Float[Array, "*N H D Dv"] | None = None,
     cu_seqlens: Int[Array, " N1"] | None = None,
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
     platform: str | None = None,
@@ -123,7 +125,7 @@ def gla_attention(
     Args:
         query: `(B, T, H, D)`; `key`, `value`, the state and all options as in `recurrent_attention`.
         g: log decays, `(B, T, H, D)` per key channel, which is GLA proper; `(B, T, H)` per token and head.
-        g_gamma: log decay of every head, `(H,)`.
+        g_gamma: log decay of every head, `(H,)`, or a number.
 
     Returns:
         `(B, T, H, Dv)`, or `(out, state)`.
@@ -162,7 +164,7 @@ def lightning_attention(
     *,
     layer_idx: int,
     num_layers: int,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
     platform: str | None = None,

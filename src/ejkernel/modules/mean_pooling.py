@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.common.batch import unfolded
 from ejkernel.kernels.pooling.operations import MEAN_POOLING
-from ejkernel.kernels.pooling.spec import canonicalise
+from ejkernel.kernels.pooling.spec import canonicalise, with_most_rows
 from ejkernel.ops import run
 
 
@@ -47,4 +47,7 @@ def mean_pooling(
     [0.5, 2.0, 3.5]
     """
     call = canonicalise(x, cu_seqlens, chunk_size=chunk_size)
-    return unfolded(run(MEAN_POOLING, call, platform=platform, cfg=cfg)["out"], jnp.shape(x)[:-3])
+    out = run(MEAN_POOLING, with_most_rows(call), platform=platform, cfg=cfg)["out"]
+    if out.shape[1] > call.spec.rows:
+        out = jax.lax.slice_in_dim(out, 0, call.spec.rows, axis=1)
+    return unfolded(out, jnp.shape(x)[:-3])

@@ -89,13 +89,19 @@ def canonicalise(
     if per_channel:
         g = _gate("g", g, (*batch, T, H, D))
         g, gk = None, g if gk is None else _wide("g", g) + _wide("gk", gk)
-    arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
-    arrays["g"] = _gate("g", g, (*batch, T, H))
-    arrays["gk"] = _gate("gk", gk, (*batch, T, H, D))
-    arrays["gv"] = _gate("gv", gv, (*batch, T, H, Dv))
-    arrays = {name: folded(x, 2 if name == "g" else 3) for name, x in arrays.items() if x is not None}
+    query, scale = _with_static_scale(query, softmax_scale)
+    arrays = {"query": folded(query), "key": folded(key), "value": folded(value)}
+    if g is not None:
+        arrays["g"] = folded(_gate("g", g, (*batch, T, H)), 2)
+    if gk is not None:
+        arrays["gk"] = folded(_gate("gk", gk, (*batch, T, H, D)))
+    if gv is not None:
+        arrays["gv"] = folded(_gate("gv", gv, (*batch, T, H, Dv)))
     if g_gamma is not None:
-        arrays["g_gamma"] = _gate("g_gamma", g_gamma, (H,)).astype(jnp.float32)[None]  # pyright: ignore
+        if isinstance(g_gamma, int | float) and not isinstance(g_gamma, bool):
+            g_gamma = np.full(H, g_gamma, np.float32)
+        gamma = float_array("g_gamma", g_gamma)
+        arrays["g_gamma"] = _gate("g_gamma", gamma if gamma.ndim else gamma[None], (H,)).astype(jnp.float32)[None]
     sequences = batch
     if cu_seqlens is not None:
         if arrays["query"].shape[0] != 1:
@@ -103,11 +109,10 @@ def canonicalise(
         arrays["cu_seqlens"] = cumulative_lengths("cu_seqlens", cu_seqlens, T)[None]
         sequences = (arrays["cu_seqlens"].shape[1] - 1,)
     if initial_state is not None:
-        state = _gate("initial_state", initial_state, (*sequences, H, D, Dv)).astype(jnp.float32)  # pyright: ignore
+        state, shape = float_array("initial_state", initial_state).astype(jnp.float32), (*sequences, H, D, Dv)
+        if state.shape != shape:
+            raise ValueError(f"initial_state has shape {state.shape}, needed {shape}")
         arrays["initial_state"] = state[None] if cu_seqlens is not None else folded(state)[:, None]
-    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
-    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
-        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
     spec = Spec(
         scale,
         flag("reverse", reverse),
@@ -194,14 +199,24 @@ def _wide(name: str, x: Any) -> jax.Array:
     return float_array(name, x).astype(jnp.float32)
 
 
-def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """An array of floats of that very shape."""
-    if x is None:
-        return None
+def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Log decays broadcast to a shape of as many dimensions."""
     x = float_array(name, x)
-    if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}, needed {shape}")
-    return x
+    if x.ndim != len(shape) or any(size not in (1, needed) for size, needed in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"{name} has shape {x.shape}, needed {shape}, where any size may be 1")
+    return jnp.broadcast_to(x, shape)
+
+
+def _with_static_scale(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
+    """The queries, and the scale that is part of the program; one that is traced is multiplied into the queries."""
+    if isinstance(scale, jax_core.Tracer):
+        if scale.shape != () or not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise TypeError(f"softmax_scale must be a number, got {scale.dtype} of shape {scale.shape}")
+        return (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+    scale = query.shape[-1] ** -0.5 if scale is None else number("softmax_scale", scale)
+    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
+        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
+    return query, scale
 
 
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:

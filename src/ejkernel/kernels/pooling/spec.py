@@ -1,6 +1,6 @@
 """The canonical call of mean pooling: every check and default, and which tokens each row of the result averages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -50,6 +50,14 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     else:
         rows = int(_chunks(np.diff(values), chunk_size).sum())
     return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": ends[None]})
+
+
+def with_most_rows(call: Call) -> Call:
+    """The call with as many rows as its sequences can have, whatever their lengths; those past the last are empty."""
+    if "cu_seqlens" not in call:
+        return call
+    rows = max_packed_chunks(call["x"].shape[1], call["cu_seqlens"].shape[1] - 1, call.spec.chunk_size)
+    return replace(call, spec=replace(call.spec, rows=rows))
 
 
 def _chunks(length: Any, chunk_size: int) -> Any:
