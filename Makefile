@@ -12,12 +12,17 @@ export JAX_PLATFORMS
 export TPU_SKIP_MDS_QUERY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types pytest newest tpu-aot cuda-aot hardening bench benchmarks tables docs docs-serve clean
+.PHONY: help quickstart test lint types pytest optimised newest nightly gpu macos tpu-aot cuda-aot hardening bench benchmarks tables docs \
+  docs-serve dist package clean
 
 help:
 	@echo "make quickstart   set up $(VENV), install, check every operation on this machine"
-	@echo "make test         lint, types, tests and doctests, and a few tests with the newest JAX and Triton"
-	@echo "make newest       those few alone, in $(NEWEST)"
+	@echo "make test         lint, types, tests and doctests, and a few tests as users compile them and with the newest JAX"
+	@echo "make optimised    some of every family with XLA's usual optimisations, which the others do without"
+	@echo "make newest       those with the newest JAX and Triton alone, in $(NEWEST)"
+	@echo "make nightly      the same with JAX's pre-release, where pip finds one (PIP_EXTRA_INDEX_URL)"
+	@echo "make gpu          what belongs on an NVIDIA GPU: the tests marked gpu, and every operation's check"
+	@echo "make macos        a short list of tests, without Triton and libtpu"
 	@echo "make tpu-aot      compile every TPU kernel for v4, v5e, v5p and v6e, and print its roofline"
 	@echo "make cuda-aot     compile more of the kernels for NVIDIA GPUs, without one"
 	@echo "make hardening    ten thousand calls with an odd argument, and many legal ones, against the definitions"
@@ -26,6 +31,8 @@ help:
 	@echo "make tables       regenerate the tables in the READMEs"
 	@echo "make docs         build the site into build/site"
 	@echo "make docs-serve   show it, and build it again when a page changes"
+	@echo "make dist         build the wheel and the source distribution into dist"
+	@echo "make package      install each into an environment of its own, and check every operation from there"
 	@echo "make clean        remove $(VENV), $(NEWEST), caches and build outputs"
 
 quickstart: $(VENV)/installed
@@ -35,6 +42,7 @@ quickstart: $(VENV)/installed
 test:
 	$(MAKE) -j 2 lint types $(NEWEST)/installed
 	$(MAKE) pytest
+	$(MAKE) optimised
 	$(MAKE) newest
 
 lint: $(VENV)/installed-test
@@ -48,9 +56,28 @@ types: $(VENV)/installed-test
 pytest: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
+# a few of every family as users compile them: tests/conftest.py asks XLA for its lowest level, unless one is given
+optimised: $(VENV)/installed-test
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" \
+	  $(BIN)/python -m pytest -n auto --maxprocesses 8 @tests/sample.txt
+
 # each kernel once, in its interpreter or lowered, with the newest versions that this machine's newest Python has
 newest: $(NEWEST)/installed
 	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 @tests/newest.txt
+
+nightly: $(NEWEST)/installed-nightly
+	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 @tests/newest.txt
+
+# tests share the device's memory: each takes what it needs. PYTHON=python3 runs them in an environment that is there
+GPU_PYTHON := $(or $(PYTHON),$(BIN)/python)
+gpu: $(if $(PYTHON),,$(VENV)/installed-gpu)
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  $(GPU_PYTHON) -m pytest -n auto --maxprocesses 8 -m gpu tests
+	JAX_PLATFORMS=cuda,cpu $(GPU_PYTHON) -m ejkernel verify
+
+macos: $(VENV)/installed-macos
+	$(BIN)/python -m pytest -n auto @tests/sample.txt tests/types/test_mask_info.py
+	$(BIN)/ejkernel verify
 
 tpu-aot: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m tpu_aot tests
@@ -80,6 +107,19 @@ docs: $(VENV)/installed-docs
 docs-serve: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+dist: $(VENV)/installed-test
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
+# from a folder of its own, so that nothing of the checkout is imported
+package: dist
+	rm -rf build/package
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  $(BIN)/python -m venv --clear build/package && \
+	  build/package/bin/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt $$file && \
+	  (cd build/package && bin/ejkernel --version && bin/ejkernel verify) || exit 1; \
+	done
+
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -95,10 +135,10 @@ define create_venv
 endef
 
 $(VENV)/bin/python:
-	$(call create_venv,$(VENV),python3.11 python3 python3.12 python3.13 python)
+	$(call create_venv,$(VENV),python3.11 python3 python3.12 python3.13 python3.14 python)
 
 $(NEWEST)/bin/python:
-	$(call create_venv,$(NEWEST),python3.13 python3.12 python3.11 python3 python)
+	$(call create_venv,$(NEWEST),python3.14 python3.13 python3.12 python3.11 python3 python)
 
 # without --no-compile, pip compiles every module there is; Python does so for those that are imported
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -109,6 +149,15 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --no-compile -c constraints.txt -e ".[test,torch]"
 	@touch $@
 
+$(VENV)/installed-gpu: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --no-compile -c constraints.txt -e ".[test,torch,cuda]" "jax[cuda13]"
+	@touch $@
+
+# neither Triton nor libtpu has a build for it
+$(VENV)/installed-macos: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --no-compile -c constraints.txt -e . beartype hypothesis pytest pytest-xdist
+	@touch $@
+
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e ".[$*]"
 	@touch $@
@@ -116,4 +165,9 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(NEWEST)/installed: pyproject.toml constraints-newest.txt | $(NEWEST)/bin/python
 	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --no-compile -c constraints-newest.txt \
 	  -e ".[cuda]" hypothesis pytest pytest-xdist
+	@touch $@
+
+# beyond the version that this package's metadata ends at
+$(NEWEST)/installed-nightly: $(NEWEST)/installed
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --no-compile --pre --upgrade --no-deps jax jaxlib
 	@touch $@

@@ -1,6 +1,6 @@
 """Train a small PyTorch transformer with block-sparse attention on packed documents, on a CPU or an NVIDIA GPU.
 
-    pip install -e ".[torch]"
+    pip install 'ejkernel-attention[torch]'
     python examples/train_torch.py
 
 Every head sees its own two blocks of tokens and every third block before them, other ones than its neighbours; the

@@ -16,6 +16,7 @@ import ejkernel
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DISTRIBUTION = PROJECT["project"]["name"]
 PACKAGES = sorted(Path(path).name for path in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
 
 
@@ -58,7 +59,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
 def test_the_wheel_describes_itself(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     told = Parser().parsestr(wheel.read(name).decode())
-    assert (told["Name"], told["Version"]) == ("ejkernel", ejkernel.__version__)
+    assert (told["Name"], told["Version"]) == (DISTRIBUTION, ejkernel.__version__)
     assert told["License-Expression"] == "Apache-2.0" and told["Requires-Python"] == ">=3.11"
     assert told["Description-Content-Type"] == "text/markdown" and told.get_payload().startswith("# ejkernel")
     extras = told.get_all("Provides-Extra")
@@ -81,7 +82,7 @@ def test_the_wheel_runs_where_nothing_else_is(wheel, tmp_path):
 
 def test_the_source_distribution_has_what_tests_and_docs_need(built):
     (path,) = built.glob("*.tar.gz")
-    prefix = f"ejkernel-{ejkernel.__version__}/"
+    prefix = f"{DISTRIBUTION.replace('-', '_')}-{ejkernel.__version__}/"
     with tarfile.open(path) as archive:
         names = {name.removeprefix(prefix) for name in archive.getnames()}
     for folder in ("src", "tests", "benchmarks", "docs", "examples"):
@@ -110,6 +111,34 @@ def test_pythons_agree_everywhere():
     classifiers = " ".join(PROJECT["project"]["classifiers"])
     declared = re.findall(r"Python :: (3\.\d+)", classifiers)
     workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
-    assert re.findall(r'"(3\.\d+)"', workflow) == declared
+    (matrix,) = re.findall(r"python-version: \[(.*)\]", workflow)
+    assert re.findall(r'"(3\.\d+)"', matrix) == declared
     assert PROJECT["project"]["requires-python"] == f">={declared[0]}"
     assert "make test" in workflow
+
+
+def test_hints_install_what_is_published():
+    # another package on PyPI is called ejkernel
+    assert DISTRIBUTION == "ejkernel-attention"
+    extras = {*PROJECT["project"]["optional-dependencies"]}
+    files = [path for name in ("src", "docs", "examples", "benchmarks") for path in sorted((ROOT / name).rglob("*"))]
+    files = [path for path in files if path.suffix in (".py", ".md")] + [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    hints = [
+        (path, *hint)
+        for path in files
+        for hint in re.findall(r"(ej\w+(?:-\w+)*)\[(\w+|\{[\w.]+\})\]['\"]", path.read_text())
+    ]
+    assert len(hints) >= 5
+    for path, name, extra in hints:
+        assert name == DISTRIBUTION, f"{path.relative_to(ROOT)} installs {name}"
+        assert extra.startswith("{") or extra in extras, f"{path.relative_to(ROOT)} names an extra {extra}"
+
+
+def test_every_workflow_runs_a_target_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text()
+        assert "secrets" not in text and "password" not in text, path.name
+        used |= set(re.findall(r"\bmake ([a-z-]+)$", text, re.MULTILINE))
+    assert used == {"test", "macos", "docs", "package", "newest", "nightly"} and used <= targets

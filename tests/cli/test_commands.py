@@ -349,7 +349,7 @@ def test_explain_of_a_device_that_is_not_here():
     absent = [name for name in ("triton", "cute") if PLATFORMS[name].missing()]
     result = run("explain", "flash_attention", "--device", "H200")
     for name in absent:  # brackets and all
-        assert f"pip install 'ejkernel[{PLATFORMS[name].extra}]'" in " ".join(result.output.split())
+        assert f"pip install 'ejkernel-attention[{PLATFORMS[name].extra}]'" in " ".join(result.output.split())
     result = run("explain", "flash_attention", "--device", "V5e", "--platform", "triton")
     assert result.exit_code == 1 and "needs an NVIDIA GPU, this call is for tpu" in result.output
 

@@ -382,7 +382,7 @@ def _draw(console: Console, found: "Document", path: Path) -> None:
     try:
         draw(found, path)
     except ModuleNotFoundError as missing:
-        console.print(f"no picture: {missing.name} is not installed (pip install 'ejkernel[bench]')", markup=False)
+        console.print(f"no picture: {missing.name} is not installed (pip install 'ejkernel-attention[bench]')", markup=False)
         return
     console.print(f"the picture is in {path}", markup=False)
 

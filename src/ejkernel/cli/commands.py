@@ -153,7 +153,7 @@ def support(operation: OperationName) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except ModuleNotFoundError as missing:
-        print(f"the table asks every platform, and {missing.name} is not installed (pip install 'ejkernel[cuda]')")
+        print(f"the table asks every platform, and {missing.name} is not installed (pip install 'ejkernel-attention[cuda]')")
         raise typer.Exit(1) from None
 
 

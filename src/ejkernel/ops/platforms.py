@@ -42,7 +42,8 @@ class Platform:
         """Why it cannot be loaded, as far as that is seen without loading it."""
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
         on = f", on Python {self.python} or newer" if self.python else ""
-        return [f"the package {name} is not installed (pip install 'ejkernel[{self.extra}]'{on})" for name in absent]
+        install = f"pip install 'ejkernel-attention[{self.extra}]'{on}"
+        return [f"the package {name} is not installed ({install})" for name in absent]
 
 
 _ROWS = (
