@@ -95,7 +95,8 @@ def test_a_mask_beside_the_offsets_is_not_dropped():
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "fa4_jax", None)
-    with pytest.raises(NotImplementedError, match=r"cute: the package fa4_jax is not installed .*'ejkernel-attention\[fa4\]'"):
+    told = r"cute: the package fa4_jax is not installed .*'ejkernel-attention\[fa4\]'"
+    with pytest.raises(NotImplementedError, match=told):
         run_locally(FLASH_ATTENTION, call(), "cute", None)
     _, told = choose(FLASH_ATTENTION, call(), None, None)
     assert told.platform not in (None, "cute") and "ejkernel-attention[fa4]" in told.refusals["cute"][0]

@@ -382,7 +382,8 @@ def _draw(console: Console, found: "Document", path: Path) -> None:
     try:
         draw(found, path)
     except ModuleNotFoundError as missing:
-        console.print(f"no picture: {missing.name} is not installed (pip install 'ejkernel-attention[bench]')", markup=False)
+        install = "pip install 'ejkernel-attention[bench]'"
+        console.print(f"no picture: {missing.name} is not installed ({install})", markup=False)
         return
     console.print(f"the picture is in {path}", markup=False)
 

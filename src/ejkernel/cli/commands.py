@@ -153,7 +153,8 @@ def support(operation: OperationName) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except ModuleNotFoundError as missing:
-        print(f"the table asks every platform, and {missing.name} is not installed (pip install 'ejkernel-attention[cuda]')")
+        install = "pip install 'ejkernel-attention[cuda]'"
+        print(f"the table asks every platform, and {missing.name} is not installed ({install})")
         raise typer.Exit(1) from None
 
 
