@@ -127,6 +127,52 @@ def test_one_sequence_and_an_empty_batch():
     assert empty.grad.shape == empty.shape
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "interpreted"])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 20), (20, 0)])
+def test_no_queries_or_no_keys(queries, keys, implementation):
+    """Nothing to see gives zeros; what weight there is, sinks have."""
+    shapes = ((2, queries, 2, 16), (2, keys, 2, 16), (2, keys, 2, 24))
+    leaves = [torch.full(shape, torch.nan, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    sinks = torch.tensor([0.5, -torch.inf], requires_grad=True)
+    with running(implementation):
+        out, lse = flash_attention(*leaves, softmax_aux=sinks, causal=True, return_lse=True)
+        out.sum().backward(retain_graph=True)
+        lse[:, 0].sum().backward()
+    assert out.shape == (2, queries, 2, 24) and out.dtype == torch.bfloat16 and not out.any()
+    assert (lse == sinks[None, :, None]).all() and lse.shape == (2, 2, queries)
+    assert all(not x.grad.any() for x in leaves)
+    assert sinks.grad.tolist() == [2.0 * queries, 0.0]
+
+
+@pytest.mark.parametrize("cu", [[2, 16], [0, 9, 5], [0, 99], [0, -1, 16], [0, 2**32 + 3, 16]])
+@pytest.mark.parametrize("given", [list, torch.tensor])
+def test_bad_cumulative_lengths_raise(cu, given):
+    q, k, v = (torch.zeros(16, 2, 16) for _ in range(3))
+    need = "must start at 0, never decrease, and end within the 16 tokens"
+    with pytest.raises(ValueError, match=f"cum_seqlens_q {need}"):
+        flash_attention(q, k, v, cum_seqlens_q=given(cu))
+    with pytest.raises(ValueError, match=f"cum_seqlens_k {need}"):
+        flash_attention(q, k, v, cum_seqlens_q=[0, *[16] * (len(cu) - 1)], cum_seqlens_k=given(cu))
+
+
+@pytest.mark.gpu
+def test_bad_cumulative_lengths_on_the_host_raise_for_tensors_of_a_gpu():
+    q, k, v = (torch.zeros(16, 2, 16, device="cuda") for _ in range(3))
+    with pytest.raises(ValueError, match="cum_seqlens_q must start at 0"):
+        flash_attention(q, k, v, cum_seqlens_q=[2, 16])
+    with pytest.raises(ValueError, match="cum_seqlens_q must start at 0"):
+        flash_attention(q, k, v, cum_seqlens_q=torch.tensor([0, 9, 5]))
+
+
+def test_values_of_the_host_are_checked_before_they_move():
+    """On a device whose values nobody looks at, here PyTorch's one of shapes alone."""
+    q, k, v = (torch.zeros(16, 2, 16, device="meta") for _ in range(3))
+    for cu in ([2, 16], torch.tensor([0, 9, 5]), [0, 99]):
+        with pytest.raises(ValueError, match="cum_seqlens_q must start at 0"):
+            flash_attention(q, k, v, cum_seqlens_q=cu)
+    assert flash_attention(q, k, v, cum_seqlens_q=[0, 9, 16]).shape == q.shape
+
+
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "keys alone": (ValueError, "cum_seqlens_k needs cum_seqlens_q", {"cum_seqlens_k": torch.tensor([0, 70])}),
     "a batch of packed ones": (ValueError, "query has batch 2, needed 1", {"cum_seqlens_q": torch.tensor([0, 70])}),

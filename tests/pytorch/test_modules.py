@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from dkernel import LocalStrideSparseAttention, SparseAttention, combine_attn_partitions, get_sparse_attn_mask
 from ejkernel.torch import flash_attention
-from ejkernel.types import BlockPattern
 from harness.tensors import running
 
 IMPLEMENTATIONS = ("cpu", "interpreted")
@@ -47,25 +45,12 @@ def test_local_stride_rule(options):
         number = 0 if options.get("homo_head") else h // group
         strided = (k + number * max(1, stride // heads) + offset) % stride == 0
         seen = k <= q and (q - k < local_blocks or strided or number >= first_dense)
-        found = module.pattern.blocks
-        assert found[0 if len(found) == 1 else h, q, k] == seen
+        cells = module.pattern.blocks
+        assert cells[0 if len(cells) == 1 else h, q, k] == seen
     _, mask, _ = get_sparse_attn_mask(
         heads, blocks * 16, 16, local_blocks, stride, head_sliding_offset=offset, device="cpu", **options
     )
-    assert (mask.numpy() == module.pattern.blocks).all()
-
-
-def test_sparse_attn_mask_as_rows_and_dense():
-    (crow, col), blocks, dense = get_sparse_attn_mask(
-        3, 100, 16, 2, 3, dtype=torch.float32, device="cpu", return_dense=True
-    )
-    assert blocks.dtype == torch.float32 and dense.shape == (3, 100, 100) and crow.dtype == torch.int32
-    for h in range(3):
-        for row in range(7):
-            listed = col[h, crow[h, row] : crow[h, row + 1]].tolist()
-            assert listed == blocks[h, row].nonzero()[:, 0].tolist()
-    at = torch.arange(100) // 16
-    assert (dense.bool() == (blocks.bool()[:, at[:, None], at] & torch.ones(100, 100).tril().bool())).all()
+    assert (mask.bool().numpy() == module.pattern.blocks).all()
 
 
 def test_heads_split_over_devices_are_those_of_the_whole():
@@ -81,16 +66,6 @@ def test_a_dense_head_is_causal_attention():
     q, k, v = qkv()
     out = local(num_dense_heads=1)(q, k, v)
     torch.testing.assert_close(out[:, :, 3:], flash_attention(*(x[:, :, 3:] for x in (q, k, v)), causal=True))
-
-
-def test_patterns_that_a_cache_cannot_follow_warn():
-    cells = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]])
-    with pytest.warns(UserWarning, match="key-value cache cannot drop"):
-        SparseAttention(16, cells)
-    with warnings.catch_warnings(action="error"):
-        local()
-        SparseAttention(16, torch.ones(3, 3).tril().bool())
-        SparseAttention(16, BlockPattern.sliding_blocks(4, 1))
 
 
 def test_equal_patterns_are_one_and_others_are_not():
@@ -189,6 +164,27 @@ def test_a_partition_that_saw_nothing_weighs_nothing():
     merged.sum().backward()
     assert out.grad.isfinite().all() and lse.grad.isfinite().all()
     assert not combine_attn_partitions(nothing).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("seq_dim", [1, 2])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 20), (20, 0), (0, 0)])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_no_queries_or_no_keys(queries, keys, seq_dim, lengths, implementation):
+    """Zeros and lse -inf, whatever the tensors hold, and gradients of zeros."""
+    module = local(seq_dim=seq_dim)
+    shapes = ((2, queries, H, D), (2, keys, H, D), (2, keys, H, D))
+    leaves = [torch.full(shape, torch.nan).transpose(1, seq_dim).requires_grad_() for shape in shapes]
+    options = {"seqlens": torch.tensor([0, keys])} if lengths else {}
+    with running(implementation):
+        out, lse = module(*leaves, return_lse=True, **options)
+        (out.sum() + lse.sum()).backward()
+    assert out.shape == leaves[0].shape and lse.shape == (2, H, queries)
+    assert not out.any() and torch.isneginf(lse).all()
+    assert all(x.grad.shape == x.shape and not x.grad.any() for x in leaves)
+    packed = [torch.zeros(n, H, D) for n in (queries, keys, keys)]
+    cu = {"cu_seqlen_q": [0, 0, queries], "cu_seqlen_k": [0, keys, keys]}
+    assert local()(*packed, **cu).shape == (queries, H, D)
 
 
 # PyTorch's ways ---------------------------------------------------------------------------------------------
@@ -321,7 +317,7 @@ def bad():
                           calls(module, q[:, :, :2], k[:, :, :2], v[:, :, :2])),
         "too long": (ValueError, "k has length 280; 8 blocks of 16 tokens cover 128", calls(module, *qkv(T=280))),
         "wide": (ValueError, "head dims 300 and 300 must be at most 256", calls(module, *qkv(D=300))),
-        "empty": (ValueError, "q has an empty dimension", calls(module, q[:, :0], k, v)),
+        "no heads": (ValueError, "q has no heads or no features", calls(module, q[:, :, :0], k, v)),
         "packed": (ValueError, "3 dimensions need cu_seqlen_k", calls(module, *packed)),
         "not packed": (ValueError, "4 dimensions take no cu_seqlen_k", calls(module, q, k, v, cu_seqlen_k=lengths)),
         "queries alone": (ValueError, "cu_seqlen_q needs cu_seqlen_k", calls(module, q, k, v, cu_seqlen_q=lengths)),
@@ -348,8 +344,8 @@ def bad():
         "scale": (ValueError, "sm_scale=nan must be finite", calls(module, q, k, v, float("nan"))),
         "float8 gradient": (TypeError, "has no gradient here",
                             calls(module, *(x.to(torch.float8_e5m2).requires_grad_() for x in (q, k, v)))),
-        "pattern shape": (ValueError, r"shape \(n, n\) or \(heads, n, n\), got \(2, 3\)",
-                          lambda: SparseAttention(16, torch.ones(2, 3))),
+        "pattern shape": (ValueError, r"shape \(rows, columns\) or \(heads, rows, columns\), got \(2,\)",
+                          lambda: SparseAttention(16, torch.ones(2))),
         "pattern values": (ValueError, "only 0 and 1", lambda: SparseAttention(16, torch.full((2, 2), 2))),
         "block": (ValueError, "block_size=24 must be a power of two", lambda: SparseAttention(24, torch.ones(2, 2))),
         "tile": (ValueError, "block_m=8 must be a power of two from 16",

@@ -29,6 +29,7 @@ class Case:
     Dv: int | None = None
     block: int = 16
     blocks: int | None = None
+    rows: int | None = None  # of a pattern that is not square
     heads: int | None = None  # of the pattern
     dtype: torch.dtype = torch.float32
     causal: bool = True
@@ -52,6 +53,9 @@ class Case:
             )
 
     def cells(self) -> np.ndarray:
+        if self.rows is not None:
+            random = np.random.default_rng(0)
+            return random.random((self.heads or self.H, self.rows, -(-self.keys // self.block))) < 0.6
         longest = max(np.diff(self.cu_k)) if self.cu_k else max(self.T, self.keys)
         return pattern(self.heads or self.H, self.blocks or -(-int(longest) // self.block))
 
@@ -67,7 +71,7 @@ class Case:
         named |= {"cu_seqlen_q": self.cu_q, "cu_seqlen_k": self.cu_k}
         return {name: torch.tensor(x) for name, x in named.items() if x is not None}
 
-    def rows(self) -> tuple[list[Any], list[Any]]:
+    def tokens(self) -> tuple[list[Any], list[Any]]:
         """Of each batch row, (sequence, position) of every query and every key; None for padding."""
         if self.cu_k is not None:
             cu_q = self.cu_q or self.cu_k
@@ -90,8 +94,12 @@ class Case:
         return queries, keys
 
     def seen(self) -> np.ndarray:
+        if self.rows is not None:
+            q, k, cells = np.arange(self.T)[:, None], np.arange(self.keys), self.cells()
+            seen = cells[np.arange(self.H) * len(cells) // self.H][:, q // self.block, k // self.block]
+            return (seen & ((k <= q + self.keys - self.T) | (not self.causal)))[None]
         nowhere = (-1, 0)
-        pairs = [np.array([[x or nowhere for x in row] for row in rows]) for rows in self.rows()]
+        pairs = [np.array([[x or nowhere for x in row] for row in rows]) for rows in self.tokens()]
         (q_ids, q), (k_ids, k) = (np.moveaxis(x, -1, 0) for x in pairs)
         q, k, q_ids, k_ids = q[:, None, :, None], k[:, None, None, :], q_ids[:, None, :, None], k_ids[:, None, None, :]
         cells = self.cells()
@@ -136,6 +144,9 @@ CASES = [
     Case("chunk", T=20, S=70),
     Case("chunk-lengths", B=2, T=20, S=70, H=4, Hkv=2, lengths=(50, 11)),
     Case("more-queries-than-keys", T=70, S=40),
+    Case("rectangular", B=2, T=20, S=70, rows=2),
+    Case("rectangular-not-causal", T=70, S=40, rows=6, H=4, Hkv=2, heads=2, causal=False),
+    Case("rectangular-decode", B=2, T=1, S=70, rows=1, H=4, Hkv=1, heads=1, seq_dim=2),
     Case("right-padding", B=2, lengths=(70, 37)),
     Case("left-padding", B=2, left=(0, 21)),
     Case("both-paddings", B=2, T=50, left=(5, 21), lengths=(40, 20)),
@@ -151,7 +162,8 @@ CASES = [
 CORE = (
     "odd-length", "not-causal", "blocks-of-16-in-large-tiles", "tiles-across-blocks", "gqa-pattern-per-key-head",
     "Dv-wider", "heads-first-gqa", "bfloat16", "decode", "decode-lengths", "decode-heads-first", "chunk-lengths",
-    "more-queries-than-keys", "both-paddings", "packed-padding", "packed-mixed",
+    "more-queries-than-keys", "rectangular", "rectangular-not-causal", "both-paddings", "packed-padding",
+    "packed-mixed",
 )  # fmt: skip
 RUNS = [
     *(pytest.param(case, "cpu", id=f"{case.id}-cpu") for case in CASES),

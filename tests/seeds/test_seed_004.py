@@ -76,7 +76,7 @@ output = attn(q, k, v, sm_scale=0.008)
 def run(program: str) -> dict[str, torch.Tensor]:
     names: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="key-value cache cannot drop"):
+    with pytest.warns(UserWarning, match="KV cache cannot drop"):
         exec(compile(program, "seed 004", "exec"), names)
     return names
 

@@ -1,6 +1,7 @@
 """Block-sparse attention as modules: dkernel's names and arguments."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from ejkernel.torch.inputs import (
     Lengths,
     check_shapes,
     check_values,
+    checks_values,
     cumulative,
     integers,
+    on_device,
     packed_lengths,
     padded_lengths,
     prepared,
     scale_of,
 )
 from ejkernel.torch.operation import attend, is_plain
-from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, local_stride
-from ejkernel.types import BlockPattern
+from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, is_kv_cache_efficient, local_stride
 
 _QKV = ("q", "k", "v")
 _MOST_CHECKED = 64
@@ -34,7 +36,7 @@ def _sign(q: Any, k: Any, v: Any) -> Any:
     """The signature of a call without lengths whose checks depend on nothing else; None where they do."""
     if not is_plain(q, k, v) or q.dtype not in FLOATS or q.is_meta or torch.is_autocast_enabled(q.device.type):
         return None
-    return signature(q, k, v) if q.dim() == 4 and q.shape[0] else None
+    return signature(q, k, v) if q.dim() == 4 and q.numel() and k.numel() else None
 
 
 class SparseAttention(torch.nn.Module):
@@ -47,7 +49,9 @@ class SparseAttention(torch.nn.Module):
     Args:
         block_size: tokens per block, a power of two from 16 on.
         sparse_pattern: bool or 0/1 `(n, n)`, or `(heads, n, n)` with as many heads as q or as k has. The token at
-            position `t` lives in block `t // block_size`.
+            position `t` lives in block `t // block_size`. Where there are more, or fewer, columns than rows, as for a
+            chunk of the queries and the keys of several, rows count from the first query and columns from the first
+            key; such a pattern takes neither lengths nor paddings.
         causal: a token sees itself and those before it, of what the pattern shows.
         seq_dim: which dimension of q, k, v is the length: 1 (or None) for `(B, T, H, D)`, 2 for `(B, H, T, D)`.
         block_m: queries of a kernel's tile; by default those measured best.
@@ -79,24 +83,25 @@ class SparseAttention(torch.nn.Module):
         self.block_n = None if block_n is None else checked_block_size("block_n", block_n)
         self.causal = flag("causal", causal)
         self.seq_dim = seq_dim
-        self.pattern = Pattern.of(as_blocks(sparse_pattern), self.block_size)
+        blocks = as_blocks(sparse_pattern)
+        self.pattern = Pattern.of(blocks, self.block_size, by_index=blocks.shape[1] != blocks.shape[2])
         self._checked: dict[Any, Options] = {}  # by what the checks of a call depend on
-        if not BlockPattern(self.pattern.blocks, self.block_size).is_kv_cache_efficient():
+        if self.causal and not is_kv_cache_efficient(blocks):
             warnings.warn(
-                "sparse_pattern shows later tokens blocks that it hid from earlier ones: a key-value cache cannot drop "
-                "them in between, and grows larger than the pattern suggests",
+                "sparse_pattern is not efficient for a KV cache: it shows later tokens blocks that it hid from earlier "
+                "ones, which a KV cache cannot drop in between; it grows larger than the pattern suggests",
                 stacklevel=2,
             )
 
     @property
     def max_seqlen(self) -> int:
-        return self.pattern.max_length
+        return max(self.pattern.max_lengths)
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
         sm_scale: float | None = None,
         *,
         cu_seqlen_k: Tensor | None = None,
@@ -104,6 +109,7 @@ class SparseAttention(torch.nn.Module):
         left_paddings: Tensor | None = None,
         seqlens: Tensor | None = None,
         return_lse: bool = False,
+        split_qkv: Callable[[Tensor], Sequence[Tensor]] | None = None,
     ) -> Any:
         """Attention of q over k and v.
 
@@ -124,7 +130,11 @@ class SparseAttention(torch.nn.Module):
             left_paddings: `(B,)`: how many tokens before the first real one; positions start there.
             seqlens: `(B,)`: how many real tokens a row has behind its left padding, those of the cache when decoding.
             return_lse: also return the log-sum-exp of the logits, float32 `(B, H, T)`, or `(H, tokens)`.
+            split_qkv: for packed projections: with q alone, `q, k, v = split_qkv(q)`; with q and k,
+                `k, v = split_qkv(k)`. Gradients are those of the packed tensors.
         """
+        if v is None or split_qkv is not None:
+            q, k, v = _split(q, k, v, split_qkv)
         alone = cu_seqlen_k is cu_seqlen_q is left_paddings is seqlens is None
         sign = _sign(q, k, v) if alone and not torch.compiler.is_compiling() else None
         known = (sign, sm_scale) if sign and (sm_scale is None or sm_scale.__class__ is float) else None
@@ -154,7 +164,7 @@ class SparseAttention(torch.nn.Module):
         options = Options(
             scale=scale_of("sm_scale", sm_scale, query.shape[3]),
             hi=0 if self.causal else None,
-            pattern=self.pattern.key,
+            pattern=self.pattern.fitted(query.shape[1], key.shape[1]).key,
             block_m=self.block_m or 0,
             block_n=self.block_n or 0,
         )
@@ -163,7 +173,7 @@ class SparseAttention(torch.nn.Module):
             self._checked = {**kept, known: options}
         return self._finished(Inputs(query, key, value, lengths), options, packed, return_lse)
 
-    def _by_length(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _by_length(self, q: Tensor, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, length, heads, dim)."""
         return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if self.seq_dim == 2 else (q, k, v)
 
@@ -180,34 +190,45 @@ class SparseAttention(torch.nn.Module):
         heads = self.pattern.heads
         if heads != 1 and heads != Hkv and heads != H:  # one by one: sizes may be symbols, under torch.compile
             raise ValueError(f"the pattern has {heads} heads; q has {H} and k has {Hkv}")
-        if not packed and key.shape[1] > self.max_seqlen:
-            blocks = self.pattern.blocks.shape[1]
+        rows, columns = self.pattern.blocks.shape[1:]
+        of = f"blocks of {self.block_size} tokens cover"
+        if not packed and key.shape[1] > columns * self.block_size:
+            raise ValueError(f"k has length {key.shape[1]}; {columns} {of} {columns * self.block_size}")
+        if self.pattern.by_index and query.shape[1] > rows * self.block_size:
+            raise ValueError(f"q has length {query.shape[1]}; {rows} {of} {rows * self.block_size}")
+
+    def _check_takes_lengths(self) -> None:
+        if self.pattern.by_index:
             raise ValueError(
-                f"k has length {key.shape[1]}; {blocks} blocks of {self.block_size} tokens cover {self.max_seqlen}"
+                f"a pattern of {self.pattern.blocks.shape[1]} x {self.pattern.blocks.shape[2]} blocks counts from the "
+                "first query and the first key: lengths, paddings and packed sequences need a square one"
             )
 
     def _padded(self, query: Tensor, key: Tensor, left_paddings: Any, seqlens: Any) -> Lengths:
         if left_paddings is None and seqlens is None:
             return Lengths()
+        self._check_takes_lengths()
         (B, *_), S = query.shape, key.shape[1]
-        left = None if left_paddings is None else integers("left_paddings", left_paddings, (B,), query)
-        if left is not None:
-            check_values("left_paddings", left, lambda x: (x < 0) | (x > S), f"lie in [0, {S}]")
-            left = left.clamp(0, S)
-        lengths = None if seqlens is None else integers("seqlens", seqlens, (B,), query)
-        if lengths is not None:
-            room = S if left is None else S - left
+        left = lengths = None
+        room: Any = S
+        if left_paddings is not None:
+            given = integers("left_paddings", left_paddings, (B,))
+            check_values("left_paddings", given, lambda x: (x < 0) | (x > S), f"lie in [0, {S}]")
+            left = on_device(given, query).clamp(0, S)
+            room = S - (given if checks_values(given) else 0)
+        if seqlens is not None:
+            given = integers("seqlens", seqlens, (B,))
             need = f"lie within the {S} keys, left padding included"
-            check_values("seqlens", lengths, lambda x: (x < 0) | (x > room), need)
+            check_values("seqlens", given, lambda x: (x < 0) | (x > room), need)
+            lengths = on_device(given, query)
             lengths = lengths.clamp(0, S) if left is None else lengths.clamp(min=0).minimum(S - left)
         return padded_lengths(query, key, left, lengths)
 
     def _packed(self, query: Tensor, key: Tensor, cu_q: Any, cu_k: Any) -> Lengths:
+        self._check_takes_lengths()
         T, S = query.shape[1], key.shape[1]
-        keys = cumulative("cu_seqlen_k", cu_k, S, query)
+        keys = cumulative("cu_seqlen_k", cu_k, S, query, most=self.max_seqlen)
         sequences = keys.shape[0] - 1
-        longest = f"be at most {self.max_seqlen} apart, what the pattern covers"
-        check_values("cu_seqlen_k", keys, lambda c: c.diff(append=c[-1:]) > self.max_seqlen, longest)
         if cu_q is not None:
             queries = cumulative("cu_seqlen_q", cu_q, T, query)
         elif T == S:
@@ -222,29 +243,48 @@ class SparseAttention(torch.nn.Module):
         return packed_lengths(query, key, queries, keys)
 
     def extra_repr(self) -> str:
-        heads, blocks, _ = self.pattern.blocks.shape
+        heads, rows, columns = self.pattern.blocks.shape
+        blocks = rows if rows == columns else f"{rows} x {columns}"
         sizes = f"block_size={self.block_size}, heads={heads}, blocks={blocks}"
         return f"{sizes}, causal={self.causal}, seq_dim={self.seq_dim}"
+
+
+def _split(q: Any, k: Any, v: Any, split_qkv: Any) -> tuple[Any, Any, Any]:
+    """q, k and v of packed tensors."""
+    if v is not None:
+        raise ValueError("split_qkv is for packed tensors: give q alone, or q and k, and not v")
+    if split_qkv is None:
+        missing = "k and v" if k is None else "v"
+        raise ValueError(f"{missing} not given: tensors that are packed in {'q' if k is None else 'k'} need split_qkv")
+    tensors = tuple(split_qkv(q)) if k is None else (q, *split_qkv(k))
+    if len(tensors) != 3:
+        wanted, number = (("q, k and v"), len(tensors)) if k is None else ("k and v", len(tensors) - 1)
+        raise ValueError(f"split_qkv must give {wanted}, and gave {number} tensors")
+    return tensors
 
 
 class LocalStrideSparseAttention(SparseAttention):
     """Attention to recent blocks and to every `vert_stride`-th one before, shifted from head to head.
 
     Head `h` lets query block `q` see key block `k <= q` when `q - k < local_blocks` or
-    `(k + h * step + head_sliding_offset) % vert_stride == 0`, with `step = max(1, vert_stride // num_heads)`.
+    `(k + h * step + head_sliding_offset) % vert_stride == 0`, with `step = max(1, vert_stride // num_heads)`. Without
+    `causal` blocks behind are seen as those before: `abs(q - k) < local_blocks`, and outward from these, in every head,
+    each `vert_stride`-th one.
 
     Args:
         num_heads: query heads.
         max_seq_len: the longest sequence.
         block_size: tokens per block, a power of two from 16 on.
-        local_blocks: how many recent blocks are seen, a token's own among them.
+        local_blocks: how many recent blocks are seen, a token's own among them; or (before, after).
         vert_stride: of the blocks before these, one in so many is seen; 1 is dense.
         homo_head: every head uses head 0's pattern.
         num_dense_heads: the last so many heads see everything.
         num_kv_heads: key heads; then `h` and `num_dense_heads` count these, and a group shares its pattern.
         active_head_range: `(start, end)` of the query heads that q has here, where heads are split over devices.
         head_sliding_offset: shifts the columns of all heads.
-        seq_dim: as in `SparseAttention`; so are `block_m` and `block_n`.
+        causal: as in `SparseAttention`; so are `seq_dim`, `block_m` and `block_n`.
+        d_splits: None, 1 or 2: in how many parts dkernel's kernels hold a head. It changes no result. These hold it in
+            one, whatever its size; 2 gives a warning.
 
     >>> import torch
     >>> from ejkernel.torch import LocalStrideSparseAttention
@@ -259,7 +299,7 @@ class LocalStrideSparseAttention(SparseAttention):
         num_heads: int,
         max_seq_len: int,
         block_size: int,
-        local_blocks: int,
+        local_blocks: int | tuple[int, int],
         vert_stride: int,
         *,
         homo_head: bool = False,
@@ -267,26 +307,35 @@ class LocalStrideSparseAttention(SparseAttention):
         num_kv_heads: int | None = None,
         active_head_range: tuple[int, int] | None = None,
         head_sliding_offset: int = 0,
+        causal: bool = True,
         seq_dim: int | None = None,
         block_m: int | None = None,
         block_n: int | None = None,
+        d_splits: int | None = None,
     ):
         block_size = checked_block_size("block_size", block_size)
-        num_blocks = -(-static_int("max_seq_len", max_seq_len, 1) // block_size)
+        if d_splits not in (None, 1, 2):
+            raise ValueError(f"d_splits={d_splits!r} must be None, 1 or 2")
+        if d_splits == 2:
+            warnings.warn("d_splits=2 splits nothing: these kernels hold a head whole, as with 1", stacklevel=2)
+        blocks_of_keys = range(-(-static_int("max_seq_len", max_seq_len, 1) // block_size))
         blocks = local_stride(
             num_heads,
-            num_blocks,
-            local_blocks,
+            blocks_of_keys,
+            blocks_of_keys,
+            tuple(local_blocks) if isinstance(local_blocks, list) else local_blocks,
             vert_stride,
-            flag("homo_head", homo_head),
-            num_dense_heads,
-            num_kv_heads,
-            head_sliding_offset,
+            homo_head=flag("homo_head", homo_head),
+            num_dense_heads=num_dense_heads,
+            num_kv_heads=num_kv_heads,
+            offset=static_int("head_sliding_offset", head_sliding_offset),
+            causal=flag("causal", causal),
+            relative=not causal,
         )
         if active_head_range is not None:
             start, end = _checked_range(active_head_range, num_heads, num_kv_heads)
             blocks = blocks if blocks.shape[0] == 1 else blocks[start:end]
-        super().__init__(block_size, blocks, seq_dim=seq_dim, block_m=block_m, block_n=block_n)
+        super().__init__(block_size, blocks, causal=causal, seq_dim=seq_dim, block_m=block_m, block_n=block_n)
         self.num_heads = num_heads
         self.max_seq_len = max_seq_len
         self.local_blocks = local_blocks

@@ -41,13 +41,13 @@ def signature(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 @lru_cache(maxsize=256)
 def _spec(options: Options) -> Spec:
-    block = Pattern.known(options.pattern).block_size if options.pattern else None
+    pattern = Pattern.known(options.pattern) if options.pattern else None
     return Spec(
         scale=options.scale,
         band=Band(options.lo, options.hi),
         soft_cap=options.soft_cap,
-        pattern_block=None if block is None else (block, block),
-        pattern_by_position=block is not None,
+        pattern_block=None if pattern is None else (pattern.block_size, pattern.block_size),
+        pattern_by_position=pattern is not None and not pattern.by_index,
     )
 
 

@@ -199,14 +199,22 @@ class _Problem:
         keys = Tokens(k_pos, cut(self.kv_segments, j)[:, None, :])
         rules = []
         if self.options.pattern:
-            limit = self.cells.shape[3] * self.spec.pattern_block[0]  # pyright: ignore[reportOptionalSubscript]
-            head = (h if self.cells.shape[1] > 1 else torch.zeros_like(h))[:, None, None]
-            inside = (q_pos >= 0) & (q_pos < limit), (k_pos >= 0) & (k_pos < limit)
-            within = q_pos.clamp(0, limit - 1), k_pos.clamp(0, limit - 1)
-            cells = pattern_cells(self.cells, *within, self.spec.pattern_block, (0, head))  # pyright: ignore
-            rules = [inside[0], inside[1], cells]
+            rules = self._shown(h, i, j, q_pos, k_pos)
         pairs = torch.ones((len(b), *self.tile), dtype=torch.bool)
         return visible(queries, keys, self.spec.band, pairs=pairs, also=rules)
+
+    def _shown(self, h: Tensor, i: Tensor, j: Tensor, q_pos: Tensor, k_pos: Tensor) -> list[Tensor]:
+        """Rules of the pattern, which covers positions from 0 on, or all queries and keys by their index."""
+        block: Any = self.spec.pattern_block
+        _, heads, rows, columns = self.cells.shape
+        head = (h if heads > 1 else torch.zeros_like(h))[:, None, None]
+        if not self.spec.pattern_by_position:
+            q_pos = (i[:, None] * self.tile[0] + torch.arange(self.tile[0]))[:, :, None]
+            k_pos = (j[:, None] * self.tile[1] + torch.arange(self.tile[1]))[:, None, :]
+        last_q, last_k = rows * block[0] - 1, columns * block[1] - 1
+        inside_q, inside_k = (q_pos >= 0) & (q_pos <= last_q), (k_pos >= 0) & (k_pos <= last_k)
+        cells = pattern_cells(self.cells, q_pos.clamp(0, last_q), k_pos.clamp(0, last_k), block, (0, head))
+        return [inside_q, inside_k, cells]
 
 
 # Both passes ------------------------------------------------------------------------------------------------

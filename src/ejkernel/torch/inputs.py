@@ -70,8 +70,8 @@ def check_shapes(names: tuple[str, str, str], query: Tensor, key: Tensor, value:
     if Bk != B or Bv != B:
         raise ValueError(f"batch sizes of {names[0]}, {names[1]} and {names[2]} differ: {B}, {Bk} and {Bv}; {layout}")
     for name, x in zip(names, (query, key, value), strict=True):
-        if 0 in x.shape[1:]:
-            raise ValueError(f"{name} has an empty dimension: {tuple(x.shape)}")
+        if 0 in x.shape[2:]:
+            raise ValueError(f"{name} has no heads or no features: {tuple(x.shape)}; {layout}")
     if Dk != D:
         raise ValueError(f"head_dim of {names[1]}, {Dk}, must be that of {names[0]}: {D}")
     if (Sv, Hv) != (S, Hkv):
@@ -95,8 +95,8 @@ def checks_values(x: Tensor) -> bool:
     return x.device.type == "cpu" or os.environ.get("EJKERNEL_CHECKS", "0") not in ("", "0")
 
 
-def integers(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """int32 of that shape on the device of `like`; -1 in the shape is any size."""
+def integers(name: str, x: Any, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of that shape, on its own device; -1 in the shape is any size."""
     if not isinstance(x, Tensor):
         x = torch.as_tensor(x)
     if x.dtype.is_floating_point or x.dtype == torch.bool or x.dtype.is_complex:
@@ -104,13 +104,18 @@ def integers(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if x.dim() != len(shape) or any(n not in (-1, m) for n, m in zip(shape, x.shape, strict=True)):
         wanted = tuple("n" if n == -1 else n for n in shape)
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}".replace("'", ""))
+    return x
+
+
+def on_device(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.device, torch.int32)
 
 
 def check_values(name: str, x: Tensor, bad: Callable[[Tensor], Tensor], need: str) -> None:
+    """Of integers as a caller gave them: before they are moved to a GPU, and before they wrap around in int32."""
     if not checks_values(x):
         return
-    rows = bad(x).nonzero()
+    rows = bad(x.long()).nonzero()
     if len(rows):
         raise ValueError(f"{name} must {need} (row {int(rows[0, 0])}: {int(x[int(rows[0, 0])])})")
 
@@ -158,13 +163,16 @@ def packed_lengths(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Le
     return Lengths(q_segments, kv_segments, q_positions + extra.index_select(0, safe), kv_positions)
 
 
-def cumulative(name: str, x: Any, total: int, like: Tensor) -> Tensor:
-    """(sequences + 1,) int32 from 0 on, never decreasing, at most `total`."""
-    cu = integers(name, x, (-1,), like)
-    if cu.shape[0] < 2:
-        raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(cu.shape)}")
+def cumulative(name: str, x: Any, total: int, like: Tensor, most: int | None = None) -> Tensor:
+    """(sequences + 1,) int32 from 0 on, never decreasing, at most `total`, and at most `most` apart."""
+    given = integers(name, x, (-1,))
+    if given.shape[0] < 2:
+        raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(given.shape)}")
     need = f"start at 0, never decrease, and end within the {total} tokens"
-    check_values(name, cu, lambda c: (torch.cat([c[:1] * 0, c[:-1]]) > c) | (c > total), need)
-    check_values(name, cu[:1], lambda c: c != 0, need)
+    check_values(name, given[:1], lambda c: c != 0, need)
+    check_values(name, given, lambda c: (c.diff(prepend=c[:1]) < 0) | (c > total), need)
+    if most is not None:
+        longest = f"be at most {most} apart, what the pattern covers"
+        check_values(name, given, lambda c: c.diff(append=c[-1:]) > most, longest)
     # nothing outside is read, whatever it holds
-    return cu.cummax(0).values.clamp(0, total).to(torch.int32)
+    return on_device(given, like).cummax(0).values.clamp(0, total).to(torch.int32)

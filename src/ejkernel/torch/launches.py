@@ -133,7 +133,10 @@ def _arrangement(call: Any, options: Options, first: bool, splits: int | None) -
     """How many query heads to make rows of, and how many parts to split the keys into."""
     (B, T, H, _), (_, S, Hkv, _) = call["query"].shape, call["key"].shape
     group = H // Hkv
-    shared = not options.pattern or Pattern.known(options.pattern).shared(Hkv)
+    pattern = Pattern.known(options.pattern) if options.pattern else None
+    if pattern is not None and pattern.by_index:  # which the rows and keys of another shape would not have
+        return 1, 1
+    shared = pattern is None or pattern.shared(Hkv)
     if group == 1 or T * group > _MOST_ROWS or "sinks" in call or not shared:
         group = 1
     if first or "sinks" in call:  # a part of the keys is a view only where heads come last

@@ -24,8 +24,8 @@ def attend(inputs: Inputs, sinks: Tensor | None, options: Options, sign: Any = N
     `sign` is the signature of a call that was seen to be of plain tensors, eager, and not empty.
     """
     query, key, value, lengths = inputs
-    if sign is None and query.shape[0] == 0:
-        return _nothing(inputs)
+    if sign is None and (query.shape[0] == 0 or query.shape[1] == 0 or key.shape[1] == 0):
+        return _nothing_seen(inputs, sinks)
     if sign is None and (torch.compiler.is_compiling() or query.is_meta or not is_plain(query, key, value)):
         return torch.ops.ejkernel.attention(query, key, value, sinks, *lengths, *options)
     tensors = (query, key, value, sinks, *lengths)
@@ -45,12 +45,14 @@ def is_plain(query: Any, key: Any, value: Any) -> bool:
     return query.__class__ in _PLAIN and key.__class__ in _PLAIN and value.__class__ in _PLAIN
 
 
-def _nothing(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """An empty batch; still a function of the inputs."""
-    (_, T, H, _), Dv = inputs.query.shape, inputs.value.shape[3]
-    used = sum(x.sum() for x in (inputs.query, inputs.key, inputs.value))
-    out = inputs.query.new_zeros((0, T, H, Dv), dtype=output_dtype(inputs.query)) + used
-    return out, inputs.query.new_zeros((0, H, T), dtype=torch.float32) + used
+def _nothing_seen(inputs: Inputs, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Without a batch, queries or keys: zeros, with gradients of zeros, and the lse of the sinks alone."""
+    (B, T, H, _), Dv = inputs.query.shape, inputs.value.shape[3]
+    # sums over nothing: what the tensors hold does not matter
+    zero = sum(x[:0].float().sum() for x in (inputs.query, inputs.key, inputs.value))
+    out = inputs.query.new_zeros((B, T, H, Dv), dtype=torch.float32) + zero
+    lse = inputs.query.new_full((B, H, T), -torch.inf, dtype=torch.float32) if sinks is None else sinks[None, :, None]
+    return out.to(output_dtype(inputs.query)), lse.expand(B, H, T) + zero
 
 
 # What runs --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.checks.arrays import ArrayInput, bool_array, concrete
 from ejkernel.checks.options import int_pair, static_int
+from ejkernel.types.local_stride import local_stride_blocks
 from ejkernel.types.visualize import Kind, block_visibility, checked_cells, drawn, has_values, html
 
 # tokens per block of a pattern that says no size, where nobody else says one
@@ -71,25 +72,19 @@ class BlockPattern:
         >>> BlockPattern.local_stride(8, 16, local_blocks=2, vert_stride=4, num_dense_heads=1).dense.shape
         (8, 16, 16)
         """
-        num_heads = static_int("num_heads", num_heads, 1)
-        num_blocks = static_int("num_blocks", num_blocks, 1)
-        local_blocks = static_int("local_blocks", local_blocks, 1)
-        vert_stride = static_int("vert_stride", vert_stride, 1)
-        num_dense_heads = static_int("num_dense_heads", num_dense_heads, 0)
-        offset = static_int("offset", offset)
-        rows = num_heads if num_kv_heads is None else static_int("num_kv_heads", num_kv_heads, 1)
-        if num_heads % rows:
-            raise ValueError(f"{num_heads=} must be a multiple of {num_kv_heads=}")
-        if num_dense_heads > rows:
-            most = f"{num_heads=}" if num_kv_heads is None else f"{num_kv_heads=}"
-            raise ValueError(f"num_dense_heads must be at most {most}, got {num_dense_heads}")
-        shared = homo_head and num_dense_heads == 0
-        head = np.arange(1 if shared else rows).repeat(1 if shared else num_heads // rows)[:, None, None]  # (H|1, 1, 1)
-        q, k = np.arange(num_blocks)[:, None], np.arange(num_blocks)  # (n, 1), (n,)
-        step = 0 if homo_head else max(1, vert_stride // num_heads)
-        seen = (q - k < local_blocks) | ((k + head * step + offset) % vert_stride == 0)
-        seen |= head >= rows - num_dense_heads
-        return cls(seen & (k <= q), _checked_block_size(block_size), num_heads)
+        numbers = range(static_int("num_blocks", num_blocks, 1))
+        blocks = local_stride_blocks(
+            num_heads,
+            numbers,
+            numbers,
+            static_int("local_blocks", local_blocks, 1),
+            vert_stride,
+            homo_head=homo_head,
+            num_dense_heads=num_dense_heads,
+            num_kv_heads=num_kv_heads,
+            offset=offset,
+        )
+        return cls(blocks, _checked_block_size(block_size), num_heads)
 
     @classmethod
     def sliding_blocks(
