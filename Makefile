@@ -27,7 +27,7 @@ help:
 	@echo "make cuda-aot     compile more of the kernels for NVIDIA GPUs, without one"
 	@echo "make hardening    ten thousand calls with an odd argument, and many legal ones, against the definitions"
 	@echo "make bench        measure attention against peers on this machine"
-	@echo "make benchmarks   measure everything; the numbers go to $(RESULTS), RESULTS=benchmarks is where the docs read them"
+	@echo "make benchmarks   measure everything; the numbers go to $(RESULTS), RESULTS=benchmarks/results is where the docs read them"
 	@echo "make tables       regenerate the tables in the READMEs"
 	@echo "make docs         build the site into build/site"
 	@echo "make docs-serve   show it, and build it again when a page changes"
@@ -91,14 +91,14 @@ hardening: $(VENV)/installed-test
 	EJKERNEL_ODD_CALLS=10000 EJKERNEL_EXAMPLES=40 $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/hardening
 
 bench: $(VENV)/installed-bench
-	$(BIN)/ejkernel bench softmax --json bench.json --plot bench.png
+	$(BIN)/python -m benchmarks softmax --json bench.json --plot bench.png
 
 # on a CPU fewer and smaller cases: minutes
 benchmarks: $(VENV)/installed-bench
-	$(BIN)/ejkernel bench all --folder $(RESULTS)
+	$(BIN)/python -m benchmarks all --folder $(RESULTS)
 
 tables: $(VENV)/installed
-	$(BIN)/python -m ejkernel.cli.tables --write
+	$(BIN)/python -m benchmarks.readme_tables --write
 
 # the notice is of the successor of mkdocs-material
 docs: $(VENV)/installed-docs
@@ -122,7 +122,7 @@ package: dist
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call create_venv,folder,commands): with the first command that is a Python >= 3.11 and runs
 define create_venv
@@ -156,6 +156,10 @@ $(VENV)/installed-gpu: pyproject.toml constraints.txt | $(VENV)/bin/python
 # neither Triton nor libtpu has a build for it
 $(VENV)/installed-macos: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --no-compile -c constraints.txt -e . beartype hypothesis pytest pytest-xdist
+	@touch $@
+
+$(VENV)/installed-bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e . matplotlib
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -8,13 +8,13 @@ ROOT = Path(__file__).parents[1]
 INCLUDED = re.compile(r'^--8<-- "(src/\S+\.md)"$', re.MULTILINE)
 SIBLING = re.compile(r"\]\(\.\./(\w+)/README\.md(#[\w-]+)?\)")
 FAMILY = re.compile(r"\]\((?:\.\./)+src/ejkernel/kernels/(\w+)/README\.md(#[\w-]+)?\)")
-PLOT = re.compile(r"\]\((?:\.\./)+(benchmarks/\w+\.svg)\)")
+PLOT = re.compile(r"\]\((?:\.\./)+(benchmarks/results/\w+\.svg)\)")
 EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
 
 
 def plots() -> list[str]:
     """Pictures of measurements, which lie beside their numbers, outside the site's own folder."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*.svg"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks" / "results").glob("*.svg"))
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:

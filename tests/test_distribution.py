@@ -63,7 +63,7 @@ def test_the_wheel_describes_itself(wheel):
     assert told["License-Expression"] == "Apache-2.0" and told["Requires-Python"] == ">=3.11"
     assert told["Description-Content-Type"] == "text/markdown" and told.get_payload().startswith("# ejkernel")
     extras = told.get_all("Provides-Extra")
-    assert {"cuda", "tpu", "torch", "bench", "docs", "test"} <= set(extras)
+    assert {"cuda", "tpu", "torch", "docs", "test"} <= set(extras)
     (entries,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
     assert "ejkernel = ejkernel.cli.main:main" in wheel.read(entries).decode()
     assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())

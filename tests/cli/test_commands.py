@@ -17,14 +17,15 @@ from typer.testing import CliRunner
 
 import ejkernel
 from ejkernel import modules
-from ejkernel.about.answers import Error
 from ejkernel.cli import info
 from ejkernel.cli.commands import _outcome_table, app
 from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.verify import Outcome, platforms_for, verify
-from ejkernel.kernels.pooling import about as pooling
-from ejkernel.kernels.softmax import about as softmax
-from ejkernel.kernels.softmax.about.checks import attention
+from ejkernel.family import Error
+from ejkernel.kernels.pooling import checks as pooling_checks
+from ejkernel.kernels.pooling import family as pooling
+from ejkernel.kernels.softmax import family as softmax
+from ejkernel.kernels.softmax.checks import attention
 from ejkernel.ops import PLATFORMS, get_operation, list_operations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def run(*arguments: str):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("info", "verify", "explain", "tune", "support", "bench"):
+    for command in ("info", "verify", "explain", "tune", "support", "roofline"):
         assert command in result.output
 
 
@@ -124,7 +125,7 @@ def test_verify_passes_here():
 
 OTHER = attention("other", "B1 T8 H1 D4", dtype="float32", operation="scaled_dot_product_attention")
 SMALL = attention("small", "B1 T24 H2 D8", dtype="float32", causal=True)
-POOLED = pooling.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
+POOLED = pooling_checks.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
 
 
 def only(monkeypatch, *checks, **others):

@@ -1,4 +1,4 @@
-"""The command line and the benchmarks know families only by what these say of themselves."""
+"""The command line knows families only by what these say of themselves."""
 
 import re
 from dataclasses import replace
@@ -9,25 +9,24 @@ import pytest
 from typer.testing import CliRunner
 
 import ejkernel
-from ejkernel.bench import measure, timing
 from ejkernel.cli.commands import make_app
 from ejkernel.cli.families import families, family_of
 from ejkernel.cli.sizes import described, with_sizes
 from ejkernel.families import registered_families
 from ejkernel.kernels import FAMILIES
-from ejkernel.kernels.pooling import about
+from ejkernel.kernels.pooling import family as pooling
 from ejkernel.ops import list_operations, register_families, tuning
 
 PACKAGE = Path(ejkernel.__file__).parent
 
 
-@pytest.mark.parametrize("room", ["cli", "bench", "about"])
-def test_no_family_is_known_by_name(room):
+@pytest.mark.parametrize("package", ["cli", "family"])
+def test_no_family_is_known_by_name(package):
     names = [*families(), *(package.split(".")[-1] for package in FAMILIES), *list_operations()]
     pattern = re.compile(f"(?<![a-z])({'|'.join(names)})(?![a-z])")  # a ring is not in a string
     found = [
         f"{path.name}:{number}: {line.strip()}"
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for path in sorted((PACKAGE / package).rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if pattern.search(line)
     ]
@@ -47,8 +46,6 @@ def toy(monkeypatch, tmp_path):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("ejkernel.families._FAMILIES", [*registered_families()])
     monkeypatch.setattr(tuning, "REPEATS", 1)
-    monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     register_families("toy_family")
 
     def run(*arguments):
@@ -65,8 +62,7 @@ def toy(monkeypatch, tmp_path):
         "explain decayed_sum --length 16 --decay 0.9": "decayed_sum on cpu: xla",
         "verify decayed_sum": "all 1 checks passed",
         "tune decayed_sum --platform xla": "1 tuned, kept in",
-        "tune toy --platform xla": "decayed_sum, toy T8, xla: ",
-        "bench toy --repeats 1": "2 measurements, every answer right",
+        "tune toy --platform xla": "decayed_sum, length 8, xla: ",
         "support decayed_sum": "| plain | yes |",
     }.items(),
     ids=str,
@@ -81,6 +77,6 @@ def test_families_that_disagree_on_an_option(monkeypatch):
     def arguments(operation, *, length: str = "long"):
         return {}
 
-    monkeypatch.setattr(about, "FAMILY", replace(about.FAMILY, arguments=arguments))
+    monkeypatch.setattr(pooling, "FAMILY", replace(pooling.FAMILY, arguments=arguments))
     with pytest.raises(TypeError, match=r"the families disagree on length: (int, )+str"):
         with_sizes(lambda sizes: None)

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from ejkernel.bench.workers import _uninterrupted
 from ejkernel.cli import interrupt
 from ejkernel.cli.interrupt import at_once, end_on_interrupt
+from ejkernel.cli.workers import _uninterrupted
 
 # in the middle of a computation, where taking Python down crashes, and where Python ignores exceptions
 SWALLOWED = """
@@ -118,7 +118,7 @@ COMPILING = """
 import os, signal, sys, time
 from dataclasses import replace
 from ejkernel.cli.main import main
-from ejkernel.kernels.pooling import about
+from ejkernel.kernels.pooling import checks, family
 from ejkernel.modules import mean_pooling
 
 def compiles_for_long(*, platform=None, **options):
@@ -128,9 +128,9 @@ def compiles_for_long(*, platform=None, **options):
     return mean_pooling(**options)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-pooled = about.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
-function = replace(about.FAMILY.functions["mean_pooling"], where=compiles_for_long)
-about.FAMILY = replace(about.FAMILY, checks=lambda: [pooled], functions={"mean_pooling": function})
+pooled = checks.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4)
+function = replace(family.FAMILY.functions["mean_pooling"], where=compiles_for_long)
+family.FAMILY = replace(family.FAMILY, checks=lambda: [pooled], functions={"mean_pooling": function})
 sys.argv = ["ejkernel", "verify", "mean_pooling"]
 main()
 """
@@ -141,7 +141,7 @@ import signal, sys
 from dataclasses import replace
 from ejkernel.cli import verify
 from ejkernel.cli.main import main
-from ejkernel.kernels.pooling import about
+from ejkernel.kernels.pooling import checks, family
 
 class Interrupts:
     def __reduce__(self):
@@ -150,8 +150,8 @@ class Interrupts:
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verify._processes = lambda: 2
-pooled = replace(about.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4), definition=Interrupts())
-about.FAMILY = replace(about.FAMILY, checks=lambda: [pooled])
+pooled = replace(checks.check("pooled", (1, 8, 1, 4), "float32", chunk_size=4), definition=Interrupts())
+family.FAMILY = replace(family.FAMILY, checks=lambda: [pooled])
 sys.argv = ["ejkernel", "verify", "mean_pooling"]
 main()
 """

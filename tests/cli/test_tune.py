@@ -7,14 +7,22 @@ import pytest
 from typer.testing import CliRunner
 
 from ejkernel.cli.commands import app
-from ejkernel.kernels.softmax import about, xla
-from ejkernel.kernels.softmax.about.cases import Case
-from ejkernel.ops import TunedConfigs, tuning
+from ejkernel.cli.families import families
+from ejkernel.cli.sizes import described
+from ejkernel.family import TypicalCall
+from ejkernel.kernels.softmax import family, xla
+from ejkernel.ops import TunedConfigs, explain, tuning
 from ejkernel.ops.tuned_files import user_file
 
 FAST, SLOW = xla.Config(16, 16), xla.Config(8, 8)
 SIZES = ["--length", "32", "--heads", "2", "--dim", "8", "--dtype", "float32", "--causal"]
-CASES = [Case("dense", 1, T, 2, 2, 8, "causal", "float32") for T in (8, 32)]
+CALLS = [
+    TypicalCall(
+        ("flash_attention", "scaled_dot_product_attention"),
+        {"length": T, "heads": 2, "dim": 8, "dtype": "float32", "causal": True},
+    )
+    for T in (8, 32)
+]
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
 
@@ -29,8 +37,8 @@ def measured(monkeypatch, tmp_path):
     """The configs measured, in order: all but the fast one take 2 ms for both passes."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(xla.IMPLEMENTATION, "search_space", lambda call: [SLOW, FAST])
-    changed = dataclasses.replace(about.FAMILY.benchmark, cases=lambda backend, quick: CASES[:1] if quick else CASES)
-    monkeypatch.setattr(about, "FAMILY", dataclasses.replace(about.FAMILY, benchmark=changed))
+    changed = dataclasses.replace(family.FAMILY, typical_calls=lambda backend, quick: CALLS[:1] if quick else CALLS)
+    monkeypatch.setattr(family, "FAMILY", changed)
     seen = []
 
     def measure(operation, implementation, call, config, arrays):
@@ -62,7 +70,7 @@ def test_what_is_known_is_measured_on_request_only(measured):
     assert tune("flash_attention", *SIZES, "--again")[0] == 0 and len(measured) == 6
 
 
-def test_the_cases_of_a_family(measured):
+def test_the_typical_calls_of_a_family(measured):
     """Kept for every operation that has these kernels."""
     code, said = tune("softmax")
     assert code == 0 and "2 tuned, kept in" in said and {T for T, _ in measured} == {8, 32}
@@ -70,7 +78,7 @@ def test_the_cases_of_a_family(measured):
     assert kept()["flash_attention"] == kept()["scaled_dot_product_attention"] and len(kept()["flash_attention"]) == 2
 
 
-def test_the_cases_of_an_operation(measured):
+def test_the_typical_calls_of_an_operation(measured):
     assert tune("scaled_dot_product_attention", "--quick")[0] == 0
     assert [*kept()] == ["scaled_dot_product_attention"] and {T for T, _ in measured} == {8}
 
@@ -122,6 +130,19 @@ def test_the_default_may_be_the_fastest_or_fail(measured, monkeypatch):
     monkeypatch.setattr(tuning, "_measure", broken)
     code, said = tune("flash_attention", *SIZES, "--again")
     assert code == 1 and "no config of flash_attention on xla could be measured" in said
+
+
+@pytest.mark.parametrize("device", ["h200", "v5e", None])
+@pytest.mark.parametrize("name", families())
+def test_typical_calls_can_be_described_and_run_somewhere(name, device):
+    backend = {"h200": "gpu", "v5e": "tpu", None: "cpu"}[device]
+    family = families()[name]
+    few, all_calls = (family.typical_calls(backend, quick) for quick in (True, False))
+    assert len(few) <= len(all_calls)
+    for call in [*few, *all_calls]:
+        for operation in call.operations:
+            arguments = described(operation, call.sizes)
+            assert explain(family.function(operation), **arguments, device=device).platform is not None, call
 
 
 @pytest.mark.filterwarnings("ignore:tuned configs could not be saved")

@@ -6,13 +6,13 @@ from dataclasses import replace
 import jax
 import pytest
 
-from ejkernel.about.answers import Error
-from ejkernel.bench.workers import Lost
 from ejkernel.cli import verify
 from ejkernel.cli.families import families
 from ejkernel.cli.verify import CHECK, TIME, _Foreman, _Piece
-from ejkernel.kernels.pooling import about as pooling
-from ejkernel.kernels.softmax.about.checks import attention
+from ejkernel.cli.workers import Lost
+from ejkernel.family import Error
+from ejkernel.kernels.pooling import checks as pooling
+from ejkernel.kernels.softmax.checks import attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import ejkernel
 from ejkernel.checks.names import unknown
-from ejkernel.cli import bench, screen
+from ejkernel.cli import screen
 from ejkernel.cli.explain import OperationName, explain
 from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.sizes import with_sizes
@@ -20,8 +20,8 @@ from ejkernel.cli.tune import tune
 SAYS = "Attention for JAX: what runs here, and how well."
 
 if TYPE_CHECKING:
-    from ejkernel.about.answers import Error
     from ejkernel.cli.verify import Outcome
+    from ejkernel.family import Error
 
 
 def info() -> None:
@@ -193,7 +193,7 @@ def options(version: Version = False) -> None:
 
 
 def make_app() -> typer.Typer:
-    """The commands, with the options and benchmarks of the families that there are now."""
+    """The commands, with the options of the families that there are now."""
     made = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -203,7 +203,6 @@ def make_app() -> typer.Typer:
     made.callback(help=SAYS)(options)
     for command in (info, verify, with_sizes(explain), with_sizes(tune), support, roofline):
         made.command()(command)
-    made.add_typer(bench.make_app(), name="bench")
     return made
 
 

@@ -1,23 +1,14 @@
 """The families that there are, and who has an operation."""
 
-from ejkernel.about.family import Family, load_family
 from ejkernel.checks.names import unknown
 from ejkernel.families import registered_families
-
-# what is no family of kernels, and measures something made of several
-OTHERS = ("ejkernel.models",)
+from ejkernel.family import Family, load_family
 
 
 def families() -> dict[str, Family]:
     """By name, in the order they were registered."""
     found = [load_family(package) for package in registered_families()]
     return {family.name: family for family in found}
-
-
-def measured() -> dict[str, Family]:
-    """What `ejkernel bench` has, by name: families that measure something of themselves, then the others."""
-    found = [*families().values(), *map(load_family, OTHERS)]
-    return {family.name: family for family in found if family.benchmark is not None}
 
 
 def family_of(operation: str) -> Family:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ejkernel.about.family import Family
-from ejkernel.about.sizes import Option
 from ejkernel.cli.families import families, family_of
+from ejkernel.family import Family, Option
 
 
 def _options(family: Family) -> dict[str, tuple[type, Option, Any]]:

@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ejkernel.about.family import Family
 from ejkernel.checks.names import unknown
 from ejkernel.cli import screen
 from ejkernel.cli.families import families, family_of
 from ejkernel.cli.sizes import described
+from ejkernel.family import Family
 from ejkernel.ops.platforms import PLATFORMS
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ def tune(
         list[str] | None, typer.Option(help=f"Only {', '.join(PLATFORMS)}: one, or again for more.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also what your tuned file has.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller calls.")] = False,
 ) -> None:
     """Measure configs here and keep the fastest in your tuned file.
 
-    For one call of the sizes given, or for the cases that `ejkernel bench` measures. What the file has is not measured
+    For one call of the sizes given, or for calls that models make often. What the file has is not measured
     again, so that a run may be stopped and gone on with.
     """
     from ejkernel.ops.target import target_of
@@ -76,39 +76,27 @@ def tune(
 
 
 def _work(what: str, sizes: dict[str, Any], quick: bool) -> list[Work]:
-    """The calls asked for: of those sizes, or the cases of a benchmark, or else the sizes that are the default."""
+    """The calls asked for: of those sizes, or typical ones, or else of the sizes that are the default."""
     import jax
 
     family = families().get(what) or family_of(what)
     operations = list(family.functions) if what == family.name else [what]
     if sizes and what == family.name:
         raise ValueError(f"sizes are those of one operation; {what} has {', '.join(operations)}")
-    if not sizes and family.benchmark is not None:
-        cases = [c for c in family.benchmark.cases(jax.default_backend(), quick) if {*operations} & {*c.operations}]
-        if cases:
-            return [_of_case(family, case, operations) for case in cases]
-    return [_of_sizes(family, operation, sizes) for operation in operations]
+    if not sizes:
+        typical = family.typical_calls(jax.default_backend(), quick)
+        if calls := [call for call in typical if {*operations} & {*call.operations}]:
+            return [_of_sizes(family, [n for n in call.operations if n in operations], call.sizes) for call in calls]
+    return [_of_sizes(family, [operation], sizes) for operation in operations]
 
 
-def _of_case(family: Family, case: Any, operations: list[str]) -> Work:
-    """A case, on its own inputs."""
-    from ejkernel.bench.contenders import benchmark_of, explained
-
-    first, *alike = [name for name in case.operations if name in operations]
-
-    def run(platform: str) -> None:
-        arrays = benchmark_of(family).problem(case).arrays
-        family.function(first)(**case.arguments(arrays), platform=platform)
-
-    return Work(case.name, first, tuple(alike), run, lambda platform: explained(family, first, case, platform))
-
-
-def _of_sizes(family: Family, operation: str, sizes: dict[str, Any]) -> Work:
-    """A call on shapes alone, whose inputs the operation draws itself."""
+def _of_sizes(family: Family, operations: list[str], sizes: dict[str, Any]) -> Work:
+    """A call on shapes alone, whose inputs the operation draws itself, and the operations it is kept for."""
     import jax
 
     from ejkernel.ops import explain
 
+    operation, *alike = operations
     arguments, function = described(operation, sizes), family.function(operation)
 
     def run(platform: str) -> None:
@@ -117,7 +105,7 @@ def _of_sizes(family: Family, operation: str, sizes: dict[str, Any]) -> Work:
         jax.eval_shape(lambda given: function(**given, **options, platform=platform), arrays)
 
     name = " ".join(f"{name} {size}" for name, size in sizes.items()) or "default sizes"
-    return Work(name, operation, (), run, lambda platform: explain(function, **arguments, platform=platform))
+    return Work(name, operation, tuple(alike), run, lambda platform: explain(function, **arguments, platform=platform))
 
 
 class _Run:

@@ -23,11 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
-from ejkernel.about.answers import Error, Truth
-from ejkernel.about.family import Arrays, Check
-from ejkernel.bench.measure import device_works
-from ejkernel.bench.workers import Lost, spread
 from ejkernel.cli.families import family_of
+from ejkernel.cli.workers import Lost, device_works, spread
+from ejkernel.family import Arrays, Check, Error, Truth
 from ejkernel.ops import PLATFORMS, explain
 from ejkernel.ops.tuning import median_seconds
 

@@ -1,0 +1,384 @@
+"""What a run found: kept as JSON while it grows, shown as tables, and handed on to `auto`."""
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.measuring.benchmark import BOTH, FORWARD, UNITS, Benchmark, Contender
+from benchmarks.measuring.contenders import choice
+from benchmarks.measuring.measure import Result
+from benchmarks.reporting.run_file import check_run
+from ejkernel.ops import TunedConfigs
+from ejkernel.ops.files import write_whole
+
+SCHEMA = 2
+AUTO = "†"  # beside the time of the platform that auto takes, or of both where it takes two
+
+# `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
+# `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
+Document = dict[str, Any]
+
+
+def document(
+    benchmark: Benchmark,
+    machine: dict[str, Any],
+    cases: list[Any],
+    taking_part: list[Contender],
+    missing: dict[str, str],
+) -> Document:
+    """A run that has yet to find anything."""
+    return {
+        "schema": SCHEMA,
+        "benchmark": benchmark.family.name,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine,
+        "contenders": {contender.name: contender.platform for contender in taking_part},
+        "missing": missing,
+        "cases": {case.name: {**case.facts(), "auto": choice(benchmark.family, case)} for case in cases},
+        "complete": False,
+        "results": [],
+    }
+
+
+def _rounded(x: Any) -> Any:
+    """Five digits: nothing here is known better."""
+    if isinstance(x, float):
+        return float(f"{x:.5g}")
+    if isinstance(x, dict):
+        return {name: _rounded(value) for name, value in x.items()}
+    return [_rounded(value) for value in x] if isinstance(x, list) else x
+
+
+def save(found: Document, path: Path) -> None:
+    """Write it at once and whole, with a line per case and result."""
+    lines = []
+    for name, value in found.items():
+        if name == "cases":
+            inner = [f"  {json.dumps(case)}: {json.dumps(facts)}" for case, facts in value.items()]
+            text = "{\n" + ",\n".join(inner) + "\n }"
+        elif name == "results":
+            text = "[\n" + ",\n".join(f"  {json.dumps(_rounded(result))}" for result in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(name)}: {text}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def load(path: Path) -> Document:
+    """Read a run; `ValueError` where the file is none."""
+    try:
+        found = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"it is not a benchmark of schema {SCHEMA}")
+    check_run(found)
+    return found
+
+
+def add(found: Document, results: list[Result]) -> None:
+    """Keep results; one that was there of the same cell goes."""
+    new = {(r.case, r.what, r.contender): dataclasses.asdict(r) for r in results}
+    kept = [r for r in found["results"] if (r["case"], r["what"], r["contender"]) not in new]
+    found["results"] = [*kept, *new.values()]
+
+
+def resumed(found: Document, before: Document, cases: list[Any]) -> Document:
+    """A run of these cases that goes on with an earlier one, which was cut short.
+
+    Of these cases it has what the earlier one measured whole, without a failure; what that has of others stays.
+    `ValueError` where it was of something else: its times would not be comparable.
+    """
+    new: Document = json.loads(json.dumps(_rounded(found)))  # as it is in a file
+    _check_same(before, new, ["benchmark", "contenders"])
+    _check_same(before["machine"], new["machine"], sorted({*before["machine"], *new["machine"]} - {"load"}))
+    measured = [r for r in before["results"] if r["status"] != "skipped" and not r.get("alone")]
+    cells = {(r["case"], r["what"], r["contender"]) for r in measured if not _is_failure(before, r)}
+    again = {
+        case.name
+        for case in cases
+        if before["cases"].get(case.name) != new["cases"][case.name]
+        or not cells.issuperset((case.name, what, contender) for what in case.passes for contender in new["contenders"])
+    }
+    loads = [x["machine"]["load"] for x in (before, found) if "load" in x["machine"]]
+    return found | {
+        "machine": found["machine"] | ({"load": max(loads)} if loads else {}),
+        "cases": before["cases"] | found["cases"],
+        "results": [r for r in before["results"] if r["case"] not in again],
+    }
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        if before.get(name) != now.get(name):
+            raise ValueError(f"{name} was {before.get(name)}, and is {now.get(name)}")
+
+
+def only(
+    found: Document, wanted: Callable[[str], bool], wanted_contender: Callable[[str], bool] = lambda name: True
+) -> Document:
+    """The part about the cases wanted, and about the contenders among whom they are shown."""
+    cases = {name: facts for name, facts in found["cases"].items() if wanted(name)}
+    contenders = {name: platform for name, platform in found["contenders"].items() if wanted_contender(name)}
+    results = [r for r in found["results"] if r["case"] in cases and r["contender"] in contenders]
+    return found | {"cases": cases, "contenders": contenders, "results": results}
+
+
+def joined(runs: list[Document]) -> Document:
+    """Several runs of one device as one, theirs in order; `ValueError` where devices differ or cases are the same."""
+    first, *others = runs
+    if not others:
+        return first
+    devices = list(dict.fromkeys(run["machine"]["device"] for run in runs))
+    if len(devices) > 1:
+        raise ValueError(f"their devices differ: {', '.join(devices)}")
+    cases = [(name, facts | {"run": n}) for n, run in enumerate(runs) for name, facts in run["cases"].items()]
+    if len(dict(cases)) < len(cases):
+        raise ValueError("a case is in several of them")
+    contenders = {name: platform for run in runs for name, platform in run["contenders"].items()}
+    missing = {name: why for run in runs for name, why in run["missing"].items()}
+    names = dict.fromkeys(name for run in runs for name in run["machine"])
+    return first | {
+        "benchmark": ", ".join(run["benchmark"] for run in runs),
+        "date": " and ".join(sorted({run["date"] for run in runs})),
+        "machine": {name: _of_all([run["machine"][name] for run in runs if name in run["machine"]]) for name in names},
+        "contenders": contenders,
+        # who is missing in one of them may be in another
+        "missing": {name: why for name, why in missing.items() if name not in contenders},
+        "cases": dict(cases),
+        "complete": all(run["complete"] for run in runs),
+        "results": [result for run in runs for result in run["results"]],
+    }
+
+
+def _of_all(values: list[Any]) -> Any:
+    """The largest load; every version."""
+    return " and ".join(dict.fromkeys(values)) if isinstance(values[0], str) else max(values)
+
+
+# Verdicts ---------------------------------------------------------------------------------------------------
+
+
+def line(result: Result) -> str:
+    """One result in a line."""
+    if result.milliseconds is None:
+        told = f"{result.status}: {result.reason}"
+    else:
+        told = f"{result.milliseconds:.3f} ms, first call {result.first_call_seconds:.1f} s"
+        told += f", WRONG: {_errors(dataclasses.asdict(result))}" if result.status == "wrong" else ""
+        told += ", alone" if result.alone else ""
+    return f"{result.case}, {result.what}, {result.contender}: {told}"
+
+
+def _errors(result: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {e['error']:.2g} > {e['limit']:.2g}" for name, e in result["errors"].items() if not _ok(e)
+    )
+
+
+def _ok(error: dict[str, float]) -> bool:
+    return error["error"] <= error["limit"]
+
+
+def failures(found: Document) -> list[str]:
+    """What a run must not have: wrong answers of anybody, and failures of ours."""
+    failed = [r for r in found["results"] if _is_failure(found, r)]
+    return [f"{r['case']}, {r['what']}, {r['contender']}: {r['reason'] or f'wrong, {_errors(r)}'}" for r in failed]
+
+
+def _is_failure(found: Document, result: dict[str, Any]) -> bool:
+    ours = found["contenders"].get(result["contender"]) is not None
+    return result["status"] == "wrong" or (result["status"] == "failed" and ours)
+
+
+def notes(found: Document) -> list[str]:
+    """Who is not there, and why cells are empty or not comparable; each reason once."""
+    told = [f"{name}: {reason}" for name, reason in found["missing"].items()]
+    empty: dict[tuple[str, str], list[str]] = {}
+    for r in found["results"]:
+        if r["status"] in ("refused", "failed", "skipped"):
+            empty.setdefault((r["contender"], f"{r['status']}: {r['reason']}"), []).append(r["case"])
+        elif r.get("alone"):
+            empty.setdefault((r["contender"], "timed alone, no time was left to take turns"), []).append(r["case"])
+    for (contender, reason), cases in empty.items():
+        distinct = list(dict.fromkeys(cases))
+        where = distinct[0] if len(distinct) == 1 else f"{len(distinct)} cases"
+        told.append(f"{contender}, {where}: {reason}")
+    return told + [f"{case}: not measured, the run was cut short" for case in unmeasured(found)]
+
+
+def unmeasured(found: Document) -> list[str]:
+    """Cases that a run never came to."""
+    reached = {result["case"] for result in found["results"]}
+    return [case for case in found["cases"] if case not in reached]
+
+
+# Tables -----------------------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    text: str
+    best: bool = False
+    bad: bool = False
+
+
+class Grid(NamedTuple):
+    """A table: columns, of which the first says what it is about, rows of cells, and the columns of numbers."""
+
+    columns: tuple[str, ...]
+    rows: list[list[Cell]]
+    numbers: tuple[str, ...] = ()
+
+
+def _by_contender(found: Document, case: str, what: str) -> dict[str, dict[str, Any]]:
+    return {r["contender"]: r for r in found["results"] if (r["case"], r["what"]) == (case, what)}
+
+
+def _fastest(row: dict[str, dict[str, Any]], names: list[str]) -> float | None:
+    return min((row[n]["milliseconds"] for n in names if n in row and row[n]["status"] == "ok"), default=None)
+
+
+def _cell(result: dict[str, Any] | None, unit: str, fastest: float | None, by_auto: bool) -> Cell:
+    if result is None:
+        return Cell("")
+    if result["status"] != "ok":
+        status: str = result["status"]
+        return Cell({"wrong": "WRONG", "refused": "-"}.get(status, status), bad=status in ("wrong", "failed"))
+    value = _milliseconds(result["milliseconds"]) if unit == "ms" else f"{result['rate']:{UNITS[unit].digits}}"
+    return Cell(value + (AUTO if by_auto else ""), best=result["milliseconds"] == fastest)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _speed_rows(found: Document, group: str, what: str) -> list[list[Cell]]:
+    names, rows = found["contenders"], []
+    ours, peers = [n for n in names if names[n]], [n for n in names if not names[n]]
+    for case, facts in sorted(found["cases"].items(), key=lambda one: _order(one[1])):
+        row = _by_contender(found, case, what)
+        if facts["group"] != group or not row:
+            continue
+        best, best_peer = _fastest(row, ours), _fastest(row, peers)
+        fastest = min((x for x in (best, best_peer) if x is not None), default=None)
+        taken = str(facts["auto"][what]).split(", ")
+        cells = [_cell(row.get(n), facts["unit"], fastest, names[n] in taken) for n in names]
+        ratio = f"{best_peer / best:.2f}" if best and best_peer else ""
+        rows.append([Cell(case.removeprefix(group).strip()), *cells, Cell(ratio)])
+    return rows
+
+
+def _order(facts: dict[str, Any]) -> list[Any]:
+    return [facts.get(name, 0) for name in ("D", "T")]
+
+
+def speeds(found: Document) -> list[Grid]:
+    """A table per group and pass."""
+    grids = []
+    for group in dict.fromkeys(facts["group"] for facts in found["cases"].values()):
+        unit = next(facts["unit"] for facts in found["cases"].values() if facts["group"] == group)
+        for what in dict.fromkeys(r["what"] for r in found["results"]):
+            rows = _speed_rows(found, group, what)
+            if rows:
+                numbers = (*found["contenders"], "speed over best peer")
+                grids.append(Grid((f"{group}, {what}, {unit}", *numbers), rows, numbers))
+    return grids
+
+
+def memories(found: Document) -> list[Grid]:
+    """Temporary memory by case and contender, where cases ask for it."""
+    names, rows = found["contenders"], []
+    for case, facts in found["cases"].items():
+        for what in dict.fromkeys(r["what"] for r in found["results"] if r["case"] == case and facts.get("memory")):
+            known = {n: r.get("temporary_megabytes") for n, r in _by_contender(found, case, what).items()}
+            least = min((x for x in known.values() if x is not None), default=None)
+            cells = [Cell("" if x is None else f"{x:.0f}", best=x == least) for x in map(known.get, names)]
+            rows.append([Cell(f"{case}, {what}"), *cells])
+    return [Grid(("temporary memory, MB", *names), rows, tuple(names))] if rows else []
+
+
+def costs(found: Document) -> Grid:
+    """The longest first call and the most temporary memory of each contender, and where."""
+    rows = []
+    for name in found["contenders"]:
+        timed = [r for r in found["results"] if r["contender"] == name and r["milliseconds"] is not None]
+        cells = [Cell(name)]
+        for field, unit in (("first_call_seconds", "s"), ("temporary_megabytes", "MB")):
+            known = [r for r in timed if r[field] is not None]
+            most = max(known, key=lambda r: r[field], default=None)
+            cells.append(Cell("" if most is None else f"{most[field]:.1f} {unit} ({most['case']}, {most['what']})"))
+        rows.append(cells)
+    return Grid(("at most", "first call", "temporary memory"), rows)
+
+
+def where(found: Document) -> str:
+    """The machine and what it ran, in a line."""
+    machine = dict(found["machine"])
+    device, load = machine.pop("device"), machine.pop("load", 0.0)
+    told = f"{device}; {', '.join(f'{name} {version}' for name, version in machine.items())}; {found['date']}"
+    busy = f"; provisional: other work was on the machine (load {load:.1f})" if load > 0.5 else ""
+    return told + busy + ("" if found["complete"] else "; the run was cut short")
+
+
+def grids(found: Document) -> list[Grid]:
+    """All tables, in the order shown."""
+    return [*speeds(found), *memories(found), costs(found)]
+
+
+def markdown(found: Document) -> str:
+    """The tables for a README."""
+    parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` took (two: forward, backward)."]
+    for grid in grids(found):
+        lines = ["| " + " | ".join(grid.columns) + " |", "|" + " --- |" * len(grid.columns)]
+        lines += ["| " + " | ".join(f"**{c.text}**" if c.best else c.text for c in row) + " |" for row in grid.rows]
+        parts.append("\n".join(lines))
+    empty = notes(found)
+    return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in empty)] if empty else [])])
+
+
+# For auto ---------------------------------------------------------------------------------------------------
+
+
+def kinds(found: Document) -> set[str]:
+    """The kind and the architecture of the device a run was on, as they name tuned files.
+
+    >>> kinds({"machine": {"device": "1 x nvidia_h200 (sm_90)"}}) == {"nvidia_h200", "sm_90"}
+    True
+    >>> kinds({"machine": {"device": "AMD EPYC 9654, 2 cores"}})
+    {'cpu'}
+    """
+    named = re.fullmatch(r"\d+ x (\w+)(?: \((\w+)\))?", found["machine"]["device"])
+    return {"cpu"} if named is None else {name for name in named.groups() if name is not None}
+
+
+def tuned(found: Document) -> TunedConfigs:
+    """Our times by bucket and platform: what orders the platforms of `auto`.
+
+    Where auto took one platform, its run is another of the same program, and the faster of both counts: but only
+    where the platform's own run was right.
+    """
+    total = TunedConfigs()
+    times = {(r["contender"], r["case"], r["what"]): r for r in found["results"] if r["status"] == "ok"}
+    autos = [name for name, platform in found["contenders"].items() if platform == "auto"]
+    for (name, case, what), result in times.items():
+        platform, taken = found["contenders"][name], found["cases"][case].get("auto", {})
+        if what != FORWARD or platform in (None, "auto"):
+            continue
+        microseconds = []
+        for measured in (FORWARD, BOTH):
+            if (name, case, measured) not in times:
+                continue
+            runs = [name, *(autos if taken.get(measured) == platform else ())]
+            again = [times[run, case, measured]["milliseconds"] for run in runs if (run, case, measured) in times]
+            microseconds.append(round(min(again) * 1e3, 1))
+        place = result["tuning"]
+        if place is None:  # of several calls
+            continue
+        for operation in place["operations"]:
+            total = total.add(operation, place["bucket"], place["platform"], place["config"], *microseconds)
+    return total

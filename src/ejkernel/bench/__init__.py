@@ -1,1 +1,0 @@
-"""Benchmarks against peers: every case timed in one run, every answer checked. `ejkernel bench` runs them."""
