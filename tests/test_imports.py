@@ -34,7 +34,7 @@ FILES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def layer_of(module: str) -> str:
-    """The package under `ejkernel`; also `kernels/common`, `kernels/family` (of all families), and `ejkernel` itself."""
+    """The package under `ejkernel`; also `kernels/common`, `kernels/family` (of each family), and `ejkernel` itself."""
     names = module.split(".")
     if names[1:2] == ["kernels"] and ("common" in names or names[-1] == "family"):
         return "kernels/common" if "common" in names else "kernels/family"

@@ -106,16 +106,16 @@ def attention_seconds() -> dict[str, list[float]]:
 
     forward = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, platform="xla"))
     trained = jax.jit(both)
-    tensors = [torch.randn(1, H, T, D, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.randn(1, H, T, D, requires_grad=True) for _ in range(3))
     weights = torch.randn(1, H, T, D)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def torch_forward() -> None:
         with torch.no_grad():
-            attend(*tensors, is_causal=True)
+            attend(query, key, value, is_causal=True)
 
     def torch_both() -> None:
-        torch.autograd.grad(attend(*tensors, is_causal=True), tensors, weights)
+        torch.autograd.grad(attend(query, key, value, is_causal=True), (query, key, value), weights)
 
     return {
         "forward": seconds(lambda: jax.block_until_ready(forward(q, k, v)), torch_forward),

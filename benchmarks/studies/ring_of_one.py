@@ -38,7 +38,7 @@ def forward(query, key, value, dout, mask, causal=True):
 
 
 def both(query, key, value, dout, mask, causal=True):
-    out, pull = jax.vjp(lambda *qkv: forward(*qkv, dout, mask, causal), query, key, value)
+    out, pull = jax.vjp(lambda q, k, v: forward(q, k, v, dout, mask, causal), query, key, value)
     return out, pull(dout)
 
 

@@ -88,14 +88,14 @@ def typical_calls(backend: str, quick: bool) -> list[TypicalCall]:
         given = {"length": length, "heads": heads, "dim": dim, **sizes}
         return TypicalCall(("flash_attention", "scaled_dot_product_attention"), given)
 
-    def packed(length: int, heads: int, **sizes: Any) -> list[TypicalCall]:
-        windowed = {"window": f"{length // 16 - 1},0"}
-        return [call(length, heads, causal=True, **sizes, **mask) for mask in ({}, windowed, {"documents": 16})]
+    def masked(length: int, heads: int, dim: int, **sizes: Any) -> list[TypicalCall]:
+        masks: list[dict[str, Any]] = [{}, {"window": f"{length // 16 - 1},0"}, {"documents": 16}]
+        return [call(length, heads, dim, causal=True, **sizes, **mask) for mask in masks]
 
     if backend == "cpu":
         length, heads = (256, 2) if quick else (4096, 8)
         dense = [call(length, heads, 64, dtype="float32", causal=causal) for causal in (False, True)]
-        return dense + packed(2 * length, heads, dim=64, dtype="float32")
+        return dense + masked(2 * length, heads, 64, dtype="float32")
 
     def dense_at(length: int, *dims: int) -> list[TypicalCall]:
         batch = 16384 // length
@@ -106,8 +106,8 @@ def typical_calls(backend: str, quick: bool) -> list[TypicalCall]:
     full, causal = partial(call, causal=False), partial(call, causal=True)
     return [
         *dense_at(8192, 128, 64, 256),
-        *packed(16384, 32, kv_heads=8, dim=128),
-        *packed(8192, 32, kv_heads=8, dim=64),
+        *masked(16384, 32, 128, kv_heads=8),
+        *masked(8192, 32, 64, kv_heads=8),
         causal(1024, 12, 64, batch=8),  # GPT-2
         causal(4096, 32, 128, batch=4, kv_heads=8),  # Llama
         full(2048, 16, 64, batch=4, bias=True),  # T5
