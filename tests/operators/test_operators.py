@@ -1,6 +1,4 @@
-"""What the operator classes add to the functions they call: precedence, caches, dtypes, meshes, refusals."""
-
-from types import SimpleNamespace
+"""What the operator classes add to the functions they call: masks, caches, dtypes, meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import modules
 from ejkernel.operators import (
-    AttentionImpl,
     AttentionMetadata,
-    AttentionRegistry,
     AutoRegressiveDecodeAttn,
     FlashAttn,
     PagedAttn,
@@ -22,57 +18,71 @@ from ejkernel.operators import (
     SplashAttn,
     VanillaAttn,
 )
-from ejkernel.ops import explain
-from ejkernel.types import MaskInfo, PagedAttentionMetadata, PagedCacheView, TransformerCacheView
+from ejkernel.types import MaskInfo, PagedAttentionMetadata
 from harness import normal
+from harness.operators import BIAS, HKV, MASK, B, D, H, T, contiguous, out, paged, qkv
 
-B, T, H, HKV, D = 2, 6, 4, 2, 8
-WHOLE = [FlashAttn, ScaledDotProductAttn, SplashAttn, VanillaAttn]
-
-
-def qkv(T=T, S=T):
-    return normal("q", (B, T, H, D)), normal("k", (B, S, HKV, D)), normal("v", (B, S, HKV, D))
-
-
-def out(operator, *args, **kwargs):
-    return operator(*args, **kwargs).attention_outputs
+# the classes over arrays of keys, on one device
+OVER_ARRAYS = [FlashAttn, ScaledDotProductAttn, SplashAttn, VanillaAttn]
 
 
 # Masks and biases ---------------------------------------------------------------------------------------------
 
-MASK = np.array(normal("mask", (B, 1, T, T)) > -0.5)
-BIAS = normal("bias", (H, T, T))
 
-
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", OVER_ARRAYS)
 def test_masks_broadcast(kind):
     q, k, v = qkv()
     attend = kind(AttentionMetadata())
     for mask in (MASK, MASK[:1], MASK[0, 0], MASK[:, :, :1], jnp.broadcast_to(MASK, (B, H, T, T))):
-        whole = np.broadcast_to(mask, (B, mask.shape[1] if mask.ndim == 4 else 1, T, T))
-        right = modules.flash_attention(q, k, v, mask_info=MaskInfo.from_attention_mask(whole))
+        full_mask = np.broadcast_to(mask, (B, mask.shape[1] if mask.ndim == 4 else 1, T, T))
+        right = modules.flash_attention(q, k, v, mask_info=MaskInfo.from_attention_mask(full_mask))
         np.testing.assert_allclose(out(attend, q, k, v, mask, causal=False), right, atol=1e-5)
     ids = MaskInfo.from_segments([[1, 1, 1, 2, 2, -1]])
     right = modules.flash_attention(q, k, v, mask_info=ids)
     np.testing.assert_allclose(out(attend, q, k, v, ids, causal=False), right, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, T])
+def test_masks_of_padding_and_of_one_number(tokens):
+    q, k, v = qkv(T=tokens, S=T)
+    attend = FlashAttn(AttentionMetadata())
+    real = np.arange(T) < np.array([[4], [6]])
+    padding = MaskInfo.from_attention_mask(real[:, None, None, :]).with_lengths(tokens, T)
+    right = modules.flash_attention(q, k, v, mask_info=padding)
+    np.testing.assert_allclose(out(attend, q, k, v, real), right, atol=1e-5)
+    everything = modules.flash_attention(q, k, v)
+    for shape in ((), (1,), (1, 1), (1, 1, 1, 1)):
+        np.testing.assert_allclose(out(attend, q, k, v, np.ones(shape, bool)), everything, atol=1e-5)
+    assert not np.any(out(attend, q, k, v, np.zeros((1, 1, 1, 1), bool)))
+    rows = np.array([True, False]).reshape(2, 1, 1, 1)
+    for keys in (T, 1):  # one key, where a mask of one number says something of queries
+        k1, v1 = k[:, :keys], v[:, :keys]
+        all_keys = modules.flash_attention(q, k1, v1)
+        np.testing.assert_allclose(out(attend, q, k1, v1, rows), jnp.where(rows, all_keys, 0), atol=1e-5)
+
+
+def test_a_square_mask_of_as_many_rows_as_queries_is_refused():
+    q = normal("q", (3, 3, H, D))
+    with pytest.raises(ValueError, match=r"mask \(3, 3\) may be \(batch, kv_len\) or \(q_len, kv_len\)"):
+        FlashAttn(AttentionMetadata())(q, q, q, np.ones((3, 3), bool))
+
+
 @pytest.mark.parametrize("kind", [FlashAttn, SplashAttn, VanillaAttn])
 def test_a_bias_wins_over_a_mask_and_causality_still_holds(kind):
     q, k, v = qkv()
     right = modules.flash_attention(q, k, v, BIAS, causal=True)
-    found = out(kind(AttentionMetadata()), q, k, v, mask=MASK, bias=BIAS, causal=True)
-    np.testing.assert_allclose(found, right, atol=1e-5)
+    result = out(kind(AttentionMetadata()), q, k, v, mask=MASK, bias=BIAS, causal=True)
+    np.testing.assert_allclose(result, right, atol=1e-5)
 
 
 def test_sdpa_takes_both_and_a_bias_switches_causality_off():
     q, k, v = qkv()
     right = modules.flash_attention(q, k, v, BIAS, mask_info=MaskInfo.from_attention_mask(MASK))
-    found = out(ScaledDotProductAttn(AttentionMetadata()), q, k, v, MASK, BIAS, causal=True)
-    np.testing.assert_allclose(found, right, atol=1e-5)
+    result = out(ScaledDotProductAttn(AttentionMetadata()), q, k, v, MASK, BIAS, causal=True)
+    np.testing.assert_allclose(result, right, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", OVER_ARRAYS)
 def test_init_bias_is_for_calls_with_neither(kind):
     q, k, v = qkv()
     attend = kind(AttentionMetadata())
@@ -82,7 +92,7 @@ def test_init_bias_is_for_calls_with_neither(kind):
     np.testing.assert_array_equal(out(attend, q, k, v, MASK, **given), masked)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", OVER_ARRAYS)
 def test_gradients(kind):
     q, k, v = qkv()
     attend = kind(AttentionMetadata(softmax_scale=0.2))
@@ -102,11 +112,11 @@ def test_dropout(kind):
     attend = kind(AttentionMetadata(dropout_prob=0.4))
     key = jax.random.key(3)
     right = modules.flash_attention(q, k, v, causal=True, dropout_prob=0.4, dropout_seed=key)
-    found = out(attend, q, k, v, causal=True, deterministic=False, dropout_rng=key)
-    np.testing.assert_allclose(found, right, atol=1e-5)
-    calm = out(attend, q, k, v, causal=True, deterministic=True, dropout_rng=key)
-    np.testing.assert_allclose(calm, modules.flash_attention(q, k, v, causal=True), atol=1e-5)
-    with pytest.raises(ValueError, match=r"dropout_prob=0\.4 needs dropout_(seed|rng)"):
+    result = out(attend, q, k, v, causal=True, deterministic=False, dropout_rng=key)
+    np.testing.assert_allclose(result, right, atol=1e-5)
+    without_dropout = out(attend, q, k, v, causal=True, deterministic=True, dropout_rng=key)
+    np.testing.assert_allclose(without_dropout, modules.flash_attention(q, k, v, causal=True), atol=1e-5)
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: dropout_prob=0\.4 needs dropout_rng"):
         attend(q, k, v, causal=True, deterministic=False)
 
 
@@ -115,21 +125,27 @@ def test_dtypes():
     settings = AttentionMetadata(runtime_dtype=jnp.bfloat16, runtime_softmax_dtype=jnp.bfloat16)
     short = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     for kind in (FlashAttn, VanillaAttn):
-        found = out(kind(settings), q, k, v)
-        assert found.dtype == jnp.bfloat16
+        result = out(kind(settings), q, k, v)
+        assert result.dtype == jnp.bfloat16
         right = modules.flash_attention(*short, logits_dtype=jnp.bfloat16).astype(jnp.float32)
-        np.testing.assert_allclose(found.astype(jnp.float32), right, atol=0.02)
+        np.testing.assert_allclose(result.astype(jnp.float32), right, atol=0.02)
     with pytest.raises(NotImplementedError, match="the softmax of ScaledDotProductAttn is float32, asked for bfloat16"):
         ScaledDotProductAttn(settings)(q, k, v)
 
 
+@pytest.mark.parametrize("kind", [*OVER_ARRAYS, RingAttn])
+@pytest.mark.parametrize("settings", [{}, {"runtime_dtype": jnp.bfloat16}])
+def test_integers_are_refused(kind, settings):
+    arrays = dict(zip("qkv", qkv(), strict=True))
+    for name in arrays:
+        given = arrays | {name: jnp.ones(arrays[name].shape, jnp.int32)}
+        with pytest.raises(TypeError, match=rf"{kind.__name__}: {name} has dtype int32; supported: float32"):
+            kind(AttentionMetadata(**settings))(**given)
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: q must be an array, got list"):
+        kind(AttentionMetadata(**settings))([[1.0]], arrays["k"], arrays["v"])
+
+
 # Caches -------------------------------------------------------------------------------------------------------
-
-
-def contiguous(lengths=(7, 4), starts=(2, 0), room=10):
-    cache = TransformerCacheView.create(B, room, HKV, D, dtype=jnp.float32, starts=list(starts))
-    chunk = normal("k", (B, max(lengths), HKV, D)), normal("v", (B, max(lengths), HKV, D))
-    return cache.append(*chunk, lengths=list(lengths))
 
 
 def by_row(q, cache, causal=True):
@@ -144,11 +160,11 @@ def by_row(q, cache, causal=True):
 
 def test_decoding_over_a_contiguous_cache():
     cache, q = contiguous(), normal("q", (B, 1, H, D))
-    found = out(AutoRegressiveDecodeAttn(AttentionMetadata()), q, cache.key, cache.value, cache)
-    np.testing.assert_allclose(found, by_row(q, cache), atol=1e-5)
+    result = out(AutoRegressiveDecodeAttn(AttentionMetadata()), q, cache.key, cache.value, cache)
+    np.testing.assert_allclose(result, by_row(q, cache), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", OVER_ARRAYS)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_all_classes_take_a_contiguous_cache(kind, tokens):
     cache, q = contiguous(), normal("q", (B, tokens, H, D))
@@ -162,16 +178,10 @@ def test_a_mask_beside_a_cache_hides_more():
     cache, q = contiguous(), normal("q", (B, 2, H, D))
     mask = np.ones((B, 1, 1, 10), bool)
     mask[:, :, :, 3] = False
-    found = out(FlashAttn(AttentionMetadata()), q, cache.key, cache.value, mask, causal=True, cache_view=cache)
+    result = out(FlashAttn(AttentionMetadata()), q, cache.key, cache.value, mask, causal=True, cache_view=cache)
     hidden = jnp.where(jnp.arange(10)[None, None, None] == 3, -1e30, 0.0)
     right = out(FlashAttn(AttentionMetadata()), q, cache.key, cache.value, bias=hidden, causal=True, cache_view=cache)
-    np.testing.assert_allclose(found, right, atol=1e-5)
-
-
-def paged():
-    """Three sequences on eight pages of four tokens."""
-    cache = PagedCacheView(normal("k", (8, 4, HKV, D)), normal("v", (8, 4, HKV, D)))
-    return cache, np.array([9, 3, 6]), np.array([[5, 0, 2], [7, 1, 1], [3, 6, 4]])
+    np.testing.assert_allclose(result, right, atol=1e-5)
 
 
 def rows_of(cache, lens, tables, row):
@@ -183,21 +193,28 @@ def test_pages_decode_prefill_and_mixed():
     cache, lens, tables = paged()
     attend = PagedAttn(AttentionMetadata())
     q = normal("q", (3, 1, H, D))
-    found = out(attend, q, None, None, cache, PagedAttentionMetadata.create(lens, tables))
+    result = out(attend, q, None, None, cache, PagedAttentionMetadata.create(lens, tables))
     for row in range(3):
         right = modules.flash_attention(q[row : row + 1], *rows_of(cache, lens, tables, row), causal=True)
-        np.testing.assert_allclose(found[row : row + 1], right, atol=1e-5)
+        np.testing.assert_allclose(result[row : row + 1], right, atol=1e-5)
+    where = PagedAttentionMetadata.create(lens, tables)
+    np.testing.assert_allclose(out(attend, q[:, 0], None, None, cache, where), result[:, 0], atol=1e-6)
+    where = PagedAttentionMetadata.create(lens, tables, [0, 1, 2, 3])
+    for decoded in (q, q[:, 0], q.reshape(1, 3, H, D)):
+        again = out(attend, decoded, None, None, cache, where)
+        assert again.shape == decoded.shape
+        np.testing.assert_allclose(again.reshape(result.shape), result, atol=1e-5)
     chunk = normal("chunk", (1, 5, H, D))
-    found = out(attend, chunk, None, None, cache, PagedAttentionMetadata.create(lens[:1], tables[:1]))
+    result = out(attend, chunk, None, None, cache, PagedAttentionMetadata.create(lens[:1], tables[:1]))
     right = modules.flash_attention(chunk, *rows_of(cache, lens, tables, 0), causal=True)
-    np.testing.assert_allclose(found, right, atol=1e-5)
+    np.testing.assert_allclose(result, right, atol=1e-5)
     packed = normal("packed", (1, 8, H, D))
     where = PagedAttentionMetadata.create(lens, tables, [0, 1, 4, 6], 3)
-    found = out(attend, packed, None, None, cache, where)
+    result = out(attend, packed, None, None, cache, where)
     for row, (a, b) in enumerate(((0, 1), (1, 4), (4, 6))):
         right = modules.flash_attention(packed[:, a:b], *rows_of(cache, lens, tables, row), causal=True)
-        np.testing.assert_allclose(found[:, a:b], right, atol=1e-5)
-    assert found.shape == packed.shape and not np.any(found[:, 6:])
+        np.testing.assert_allclose(result[:, a:b], right, atol=1e-5)
+    assert result.shape == packed.shape and not np.any(result[:, 6:])
 
 
 # Many devices -------------------------------------------------------------------------------------------------
@@ -212,9 +229,9 @@ def test_calls_are_split_as_the_settings_say():
     settings = AttentionMetadata(mesh=mesh(2, 2, 2, names=("dp", "sp", "tp")))
     right = modules.flash_attention(q, k, v, causal=True)
     for kind in (FlashAttn, SplashAttn, ScaledDotProductAttn):
-        found = out(kind(settings), q, k, v, causal=True)
-        np.testing.assert_allclose(found, right, atol=1e-5)
-        assert found.sharding.spec == P("dp", None, "tp", None)
+        result = out(kind(settings), q, k, v, causal=True)
+        np.testing.assert_allclose(result, right, atol=1e-5)
+        assert result.sharding.spec == P("dp", None, "tp", None)
 
 
 @pytest.mark.parametrize("extra", [{}, {"mask": "mask"}, {"bias": "bias"}, {"dropout": 0.3}])
@@ -227,38 +244,38 @@ def test_a_ring_gives_the_answers_of_one_device(extra):
     settings = {"dropout_prob": extra.get("dropout", 0.0), "softmax_scale": 0.3}
     right = out(FlashAttn(AttentionMetadata(**settings)), q, k, v, **given)
     for devices in (mesh(2, 4, names=("dp", "sp")), None):
-        found = out(RingAttn(AttentionMetadata(mesh=devices, **settings)), q, k, v, **given)
-        np.testing.assert_allclose(found, right, atol=1e-5)
-        assert devices is None or "sp" in found.sharding.spec
+        result = out(RingAttn(AttentionMetadata(mesh=devices, **settings)), q, k, v, **given)
+        np.testing.assert_allclose(result, right, atol=1e-5)
+        assert devices is None or "sp" in result.sharding.spec
 
 
-def test_a_ring_goes_round_where_tokens_are_split():
+def test_keys_travel_where_tokens_are_split():
     q = normal("q", (2, 16, H, D))
     attend = RingAttn(AttentionMetadata(sequence_axis_name="ring"))
     right = out(FlashAttn(AttentionMetadata()), q, q, q, causal=True)
     with jax.set_mesh(mesh(8, names=("ring",))):
-        around = jax.jit(lambda q: out(attend, q, q, q))(q)
-        assert around.sharding.spec == P(None, "ring")
-    inside = jax.shard_map(
+        under_mesh = jax.jit(lambda q: out(attend, q, q, q))(q)
+        assert under_mesh.sharding.spec == P(None, "ring")
+    in_shard_map = jax.shard_map(
         lambda q: out(attend, q, q, q),
         mesh=mesh(8, names=("ring",)),
         in_specs=P(None, "ring"),
         out_specs=P(None, "ring"),
     )(q)
-    for found in (around, inside):
-        np.testing.assert_allclose(found, right, atol=1e-5)
-    # one token, or lengths that do not divide: nothing goes round
+    for result in (under_mesh, in_shard_map):
+        np.testing.assert_allclose(result, right, atol=1e-5)
+    # one token, or lengths that the axis does not divide: no keys travel
     split = RingAttn(AttentionMetadata(mesh=mesh(8, names=("sp",))))
-    for T in (1, 10):
-        found = out(split, q[:, :T], q, q)
-        np.testing.assert_allclose(found, out(FlashAttn(AttentionMetadata()), q[:, :T], q, q, causal=True), atol=1e-5)
+    for length in (1, 10):
+        right = out(FlashAttn(AttentionMetadata()), q[:, :length], q, q, causal=True)
+        np.testing.assert_allclose(out(split, q[:, :length], q, q), right, atol=1e-5)
 
 
 def test_caches_are_split_as_the_settings_say():
     settings = AttentionMetadata(mesh=mesh(2, 2, 2, names=("dp", "sp", "tp")))
     cache, q = contiguous(), normal("q", (B, 1, H, D))
-    found = out(AutoRegressiveDecodeAttn(settings), q, cache.key, cache.value, cache)
-    np.testing.assert_allclose(found, by_row(q, cache), atol=1e-5)
+    result = out(AutoRegressiveDecodeAttn(settings), q, cache.key, cache.value, cache)
+    np.testing.assert_allclose(result, by_row(q, cache), atol=1e-5)
     pages, lens, tables = paged()
     for q, where in (
         (normal("q", (3, 1, H, D)), PagedAttentionMetadata.create(lens, tables)),
@@ -295,113 +312,3 @@ def test_axes_may_have_other_names():
     )
     q, k, _ = settings.specs("prefill", (2, 8, 8, 8), (2, 8, 4, 8))
     assert q == k == P(("rows",), None, ("model",), None)
-
-
-# Settings -----------------------------------------------------------------------------------------------------
-
-
-def test_settings_come_from_a_config():
-    config = SimpleNamespace(attn_dtype=jnp.bfloat16, attn_softmax_dtype=jnp.float32, blocksize_k=64, platform="xla")
-    settings = AttentionMetadata.from_config(config, 0.5, 0.1)
-    assert settings == AttentionMetadata(
-        jnp.bfloat16, jnp.float32, platform="xla", softmax_scale=0.5, dropout_prob=0.1, blocksize_k=64
-    )
-
-
-def test_block_sizes_are_the_tiles():
-    told = explain(FlashAttn(AttentionMetadata(blocksize_q=16, blocksize_k=32)), *qkv())
-    assert (told.config.block_q, told.config.block_k, told.config_source) == (16, 32, "use_config")
-    assert explain(FlashAttn(AttentionMetadata()), *qkv()).config_source == "default"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backend": "metal"}, "backend 'metal' is unknown; use one of cpu, gpu, cuda, rocm, tpu"),
-        ({"platform": "mlx"}, "platform 'mlx' is unknown; use auto, xla"),
-        ({"dropout_prob": 1.0}, r"dropout_prob=1\.0 must be at least 0 and below 1"),
-        ({"runtime_dtype": jnp.int8}, "runtime_dtype int8 is not supported"),
-        ({"blocksize_q": 0}, "blocksize_q=0 must be at least 1"),
-        ({"blocksize_b": 4}, "blocksize_b=4: kernels take one row of the batch per tile, use 1"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionMetadata(**settings)
-
-
-# Refusals -----------------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_honoured_raises():
-    q, k, v = qkv(T=1)
-    cache = contiguous()
-    pages, lens, tables = paged()
-    where = PagedAttentionMetadata.create(lens, tables)
-    dropping = AttentionMetadata(dropout_prob=0.1)
-    decode = AutoRegressiveDecodeAttn(AttentionMetadata())
-    cases = [
-        (lambda: decode(q, k, v, cache, mask=MASK, bias=BIAS), "cannot honour mask, bias: what is seen follows"),
-        (lambda: AutoRegressiveDecodeAttn(dropping)(q, k, v, cache, deterministic=False), "has no dropout, asked"),
-        (lambda: ScaledDotProductAttn(dropping)(q, k, v, deterministic=False), "or take FlashAttn"),
-        (lambda: PagedAttn(AttentionMetadata())(q, k, v, pages, where, causal=False), "cannot honour causal"),
-        (lambda: FlashAttn(AttentionMetadata())(q, k, v, cache_metadata=where), "pages are PagedAttn's"),
-    ]
-    for call, message in cases:
-        with pytest.raises(NotImplementedError, match=message):
-            call()
-
-
-def test_wrong_kinds_raise():
-    q, k, v = qkv(T=1)
-    pages, _, _ = paged()
-    with pytest.raises(TypeError, match="metadata must be an AttentionMetadata, got dict"):
-        FlashAttn({})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'masks'"):
-        FlashAttn(AttentionMetadata())(q, k, v, masks=None)
-    with pytest.raises(TypeError, match="cache_view must be a TransformerCacheView, got PagedCacheView"):
-        FlashAttn(AttentionMetadata())(q, k, v, cache_view=pages)
-    with pytest.raises(TypeError, match="cache_view must be a TransformerCacheView, got NoneType"):
-        AutoRegressiveDecodeAttn(AttentionMetadata())(q, k, v)
-    with pytest.raises(TypeError, match="cache_metadata must be a PagedAttentionMetadata, got NoneType"):
-        PagedAttn(AttentionMetadata())(q, k, v, pages)
-    with pytest.raises(ValueError, match="k has 6 tokens and its cache_view 10"):
-        FlashAttn(AttentionMetadata())(q, k, v, cache_view=contiguous())
-    with pytest.raises(ValueError, match=r"mask \(1, 1, 1, 1, 1\) does not broadcast"):
-        FlashAttn(AttentionMetadata())(q, k, v, np.ones((1, 1, 1, 1, 1), bool))
-
-
-def test_registry():
-    @AttentionRegistry.register
-    class Mine(FlashAttn):
-        @classmethod
-        def get_impl_name(cls):
-            return "mine", "my_own"
-
-    try:
-        assert AttentionRegistry.get("my_own") is Mine
-        with pytest.raises(ValueError, match="attention 'mine' is Mine already"):
-
-            @AttentionRegistry.register
-            class Other(AttentionImpl):
-                @classmethod
-                def get_impl_name(cls):
-                    return "mine"
-
-    finally:
-        for name in ("mine", "my_own"):
-            del AttentionRegistry._operators[name]
-    with pytest.raises(ValueError, match=r"unknown attention 'vanila'; did you mean 'vanilla'\?"):
-        AttentionRegistry.get("vanila")
-    with pytest.raises(ValueError, match="unknown attention 'xyz'; known: autoregressive_decodeattn, "):
-        AttentionRegistry.get("xyz")
-
-
-def test_modes():
-    assert [AttentionImpl.get_mode(jnp.ones((2, n, 1, 1))) for n in (1, 2)] == ["decode", "prefill"]
-
-
-def test_the_definition_has_no_kernel_of_a_platform():
-    x = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(NotImplementedError, match="which XLA computes on every device; it has no platform 'cudnn'"):
-        VanillaAttn(AttentionMetadata(platform="cudnn"))(x, x, x)

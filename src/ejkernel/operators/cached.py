@@ -15,7 +15,7 @@ from ejkernel.modules import (
 from ejkernel.operators.impl import AttentionImpl, AttentionOutput
 from ejkernel.operators.registry import AttentionRegistry
 
-FIXED = "what is seen follows from the cache"
+SEEN_BY_CACHE = "what is seen follows from the cache"
 
 
 @AttentionRegistry.register
@@ -50,6 +50,7 @@ class AutoRegressiveDecodeAttn(AttentionImpl):
         deterministic: bool = True,
         dropout_rng: Any = None,
         cache_metadata: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
         """Attention of the newest token over the valid ones.
 
@@ -57,14 +58,16 @@ class AutoRegressiveDecodeAttn(AttentionImpl):
             q: `(B, 1, H, D)`.
             k: the cache, `(B, S, Hkv, D)`; `v` likewise.
             cache_view: a `TransformerCacheView`: tokens from `starts` up to `index` are valid.
-            causal: either: the newest token sees all others.
+            causal: True or False: the newest token sees all others anyway.
+            ignore: other keywords, which a warning names.
         """
-        self.refuse(FIXED, mask=mask, bias=bias, init_bias=init_bias, cache_metadata=cache_metadata)
+        self.warn_of_ignored(ignore)
+        self.refuse(SEEN_BY_CACHE, mask=mask, bias=bias, init_bias=init_bias, cache_metadata=cache_metadata)
         self.refuse_dropout(deterministic)
         self.refuse_softmax_dtype()
         if not isinstance(cache_view, TransformerCacheView):
             raise TypeError(f"cache_view must be a TransformerCacheView, got {type(cache_view).__name__}")
-        q, k, v = self.cast(q, k, v)
+        q, k, v = self.cast(q=q, k=k, v=v)
         out = ragged_decode_attention(
             q,
             k,
@@ -111,18 +114,25 @@ class PagedAttn(AttentionImpl):
         causal: bool = True,
         deterministic: bool = True,
         dropout_rng: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
         """Attention of the newest tokens of each sequence over its pages.
 
         Args:
-            q: `(1, T, H, D)` for one sequence's chunk (prefill), `(B, 1, H, D)` for one token each (decode),
-                `(1, tokens, H, D)` for any number each, which `query_start_loc` tells apart (mixed).
+            q: `(B, 1, H, D)` or `(B, H, D)` for one token of each sequence (decode), `(1, T, H, D)` for a chunk of one
+                sequence (prefill). With `query_start_loc`, packed tokens of any number for each sequence (mixed):
+                `(1, tokens, H, D)`, `(tokens, H, D)`, or `(tokens, 1, H, D)`.
             k: not read: keys and values are in the pages, written there before. `v` likewise.
             cache_view: a `PagedCacheView`.
             cache_metadata: a `PagedAttentionMetadata`.
             causal: True: tokens see those up to themselves.
+            ignore: other keywords, which a warning names.
+
+        Returns:
+            The output in the layout of q.
         """
-        self.refuse(FIXED, mask=mask, bias=bias, init_bias=init_bias)
+        self.warn_of_ignored(ignore)
+        self.refuse(SEEN_BY_CACHE, mask=mask, bias=bias, init_bias=init_bias)
         self.refuse("tokens see those up to themselves", causal=None if causal else causal)
         self.refuse_dropout(deterministic)
         self.refuse_softmax_dtype()
@@ -130,29 +140,34 @@ class PagedAttn(AttentionImpl):
             raise TypeError(f"cache_view must be a PagedCacheView, got {type(cache_view).__name__}")
         if not isinstance(cache_metadata, PagedAttentionMetadata):
             raise TypeError(f"cache_metadata must be a PagedAttentionMetadata, got {type(cache_metadata).__name__}")
-        if q.ndim != 4:
-            raise ValueError(f"q must be (1, tokens, heads, head_dim) or (batch, 1, heads, head_dim), got {q.shape}")
-        (q,) = self.cast(q)
-        return AttentionOutput(attention_outputs=self._attend(q, cache_view, cache_metadata))
+        (q,) = self.cast(q=q)
+        if q.ndim not in (3, 4):
+            layouts = "(1, tokens, heads, head_dim), (batch, 1, heads, head_dim) or (batch, heads, head_dim)"
+            raise ValueError(f"q must be {layouts}, got {q.shape}")
+        rows = q[:, None] if q.ndim == 3 else q
+        out = self._attend(rows, cache_view, cache_metadata)
+        return AttentionOutput(attention_outputs=out[:, 0] if q.ndim == 3 else out)
 
-    def _attend(self, q: jax.Array, cache: PagedCacheView, where: PagedAttentionMetadata) -> jax.Array:
-        pages, tables = (cache.key_pages, cache.value_pages), where.block_tables
+    def _attend(self, q: jax.Array, cache: PagedCacheView, metadata: PagedAttentionMetadata) -> jax.Array:
+        """Over q (batch, tokens, heads, head_dim) or, packed, with one of the first two 1."""
+        pages = cache.key_pages, cache.value_pages
+        lens, tables, starts = metadata.context_lens, metadata.block_tables, metadata.query_start_loc
         options = {"softmax_scale": self.metadata.softmax_scale, "platform": self.metadata.platform}
-        if where.query_start_loc is not None:
-            if q.shape[0] != 1:
-                raise ValueError(f"packed queries are (1, tokens, heads, head_dim), got {q.shape}")
-            starts, count = where.query_start_loc, where.num_seqs
-            options |= self._split(q, pages[0], packed=True)
-            return ragged_page_attention(q[0], pages, where.context_lens, tables, starts, count, **options)[None]
+        if starts is not None:
+            if 1 not in q.shape[:2]:
+                packed = "(1, tokens, heads, head_dim), (tokens, 1, heads, head_dim) or (tokens, heads, head_dim)"
+                raise ValueError(f"q with a query_start_loc must be {packed}, got {q.shape}")
+            tokens = q.reshape(-1, *q.shape[2:])
+            options |= self._shardings(q, pages[0], packed=True)
+            out = ragged_page_attention(tokens, pages, lens, tables, starts, metadata.num_seqs, **options)
+            return out.reshape(*q.shape[:2], *out.shape[1:])
         if q.shape[0] == 1 and q.shape[1] > 1:
-            options |= self._split(q, pages[0], packed=True)
-            return prefill_page_attention(q[0], *pages, where.context_lens[0], tables[0], **options)[None]
-        return page_attention(
-            q, *pages, where.context_lens, tables, **options, **self._split(q, pages[0], packed=False)
-        )
+            options |= self._shardings(q, pages[0], packed=True)
+            return prefill_page_attention(q[0], *pages, lens[0], tables[0], **options)[None]
+        return page_attention(q, *pages, lens, tables, **options, **self._shardings(q, pages[0], packed=False))
 
-    def _split(self, q: jax.Array, pages: jax.Array, *, packed: bool) -> dict[str, Any]:
-        """Sequences and heads over the mesh; pages and packed tokens are whole."""
+    def _shardings(self, q: jax.Array, pages: jax.Array, *, packed: bool) -> dict[str, Any]:
+        """Sequences and heads are split over the mesh; pages and packed tokens are not."""
         specs = self.metadata.specs(self.get_mode(q), q.shape, pages.shape)
         if specs is None:
             return {}

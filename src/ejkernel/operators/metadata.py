@@ -85,8 +85,15 @@ class AttentionMetadata:
             raise ValueError(f"blocksize_b={self.blocksize_b}: kernels take one row of the batch per tile, use 1")
 
     @classmethod
-    def from_config(cls, config: Any, softmax_scale: float, dropout_prob: float = 0.0) -> "AttentionMetadata":
+    def from_config(
+        cls, config: Any, softmax_scale: float | None = None, dropout_prob: float = 0.0
+    ) -> "AttentionMetadata":
         """The settings that a model's config has; its dtypes are `attn_dtype` and `attn_softmax_dtype`.
+
+        Args:
+            config: any object; of the settings it has as attributes, those that are not None are taken.
+            softmax_scale: None is that of the config, or `head_dim ** -0.5` where it has none.
+            dropout_prob: as in the settings.
 
         >>> from types import SimpleNamespace
         >>> config = SimpleNamespace(attn_dtype="bfloat16", blocksize_q=128)
@@ -94,19 +101,21 @@ class AttentionMetadata:
         >>> metadata.runtime_dtype, metadata.blocksize_q, metadata.sequence_axis_name
         ('bfloat16', 128, 'sp')
         """
-        theirs = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}
-        given: dict[str, Any] = {"softmax_scale": softmax_scale, "dropout_prob": dropout_prob}
-        names = [field.name for field in fields(cls) if field.name not in given]
-        found = {name: getattr(config, theirs.get(name, name), None) for name in names}
-        return cls(**{name: value for name, value in found.items() if value is not None}, **given)
+        config_names = {"runtime_dtype": "attn_dtype", "runtime_softmax_dtype": "attn_softmax_dtype"}
+        names = [field.name for field in fields(cls)]
+        settings = {name: getattr(config, config_names.get(name, name), None) for name in names}
+        settings["dropout_prob"] = dropout_prob
+        if softmax_scale is not None:
+            settings["softmax_scale"] = softmax_scale
+        return cls(**{name: setting for name, setting in settings.items() if setting is not None})
 
     def specs(
         self, mode: Mode, query: tuple[int, ...], key: tuple[int, ...], *, split_length: bool = False
     ) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec] | None:
         """How query, key and value, (B, T, H, D) of these shapes, are split over the mesh; None without one.
 
-        Axes that do not divide a dimension leave it whole. Lengths are whole too unless `split_length`, and one query
-        in decoding is in any case.
+        Axes that do not divide a dimension do not split it. Lengths are split with `split_length` alone, and the one
+        query of decoding never.
         """
         if self.mesh is None:
             return None
@@ -124,7 +133,6 @@ class AttentionMetadata:
         assert self.mesh is not None
         chosen: list[str] = []
         for axis in (axes,) if isinstance(axes, str) else axes or ():
-            parts = math.prod(self.mesh.shape[name] for name in (*chosen, axis)) if axis in self.mesh.shape else 0
-            if parts and size % parts == 0:
+            if axis in self.mesh.shape and size % math.prod(self.mesh.shape[name] for name in (*chosen, axis)) == 0:
                 chosen.append(axis)
         return tuple(chosen) or None

@@ -42,14 +42,15 @@ class RingAttn(FlashAttn):
         *,
         cache_view: Any = None,
         cache_metadata: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
-        """As in `FlashAttn`. Tokens go round where the mesh has the sequence axis and it divides both lengths."""
-        if not self._goes_round(q, k):
-            caches = {"cache_view": cache_view, "cache_metadata": cache_metadata}
-            dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
-            return super().forward_native(q, k, v, mask, bias, init_bias, causal, **dropout, **caches)
+        """As in `FlashAttn`. Keys travel where the mesh has the sequence axis and it divides both lengths."""
+        self.warn_of_ignored(ignore)
         self.refuse(PAGED, cache_metadata=cache_metadata)
-        q, k, v = self.cast(q, k, v)
+        q, k, v = self.cast(q=q, k=k, v=v)
+        if not self._splits_lengths(q, k):
+            dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
+            return super().forward_native(q, k, v, mask, bias, init_bias, causal, **dropout, cache_view=cache_view)
         dropout = self.dropout(deterministic)
         out = ring_attention(
             q,
@@ -68,13 +69,13 @@ class RingAttn(FlashAttn):
         )
         return AttentionOutput(attention_outputs=out)
 
-    def _goes_round(self, q: jax.Array, k: jax.Array) -> bool:
-        """Whether the mesh, given or around the call, splits these lengths."""
+    def _splits_lengths(self, q: jax.Array, k: jax.Array) -> bool:
+        """Whether the sequence axis of the mesh, given or around the call, splits these lengths."""
         mesh, axis = self.metadata.mesh, self.metadata.sequence_axis_name
         try:
             return jax.lax.axis_size(axis) > 1  # inside a shard_map over it
         except NameError:
             pass
         mesh = ambient_mesh() if mesh is None else mesh
-        parts = 1 if mesh is None else mesh.shape.get(axis, 1)
-        return parts > 1 and q.shape[1] % parts == 0 and k.shape[1] % parts == 0
+        shards = 1 if mesh is None else mesh.shape.get(axis, 1)
+        return shards > 1 and q.shape[1] % shards == 0 and k.shape[1] % shards == 0

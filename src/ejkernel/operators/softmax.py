@@ -49,13 +49,15 @@ class FlashAttn(AttentionImpl):
         dropout_rng: Any = None,
         cache_view: Any = None,
         cache_metadata: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
         """Attention of q over k and v.
 
         Args:
             q: `(B, T, H, D)`.
             k: `(B, S, Hkv, D)`; `v` `(B, S, Hkv, Dv)`.
-            mask: bool, true where a key is seen; broadcasts to `(B, H, T, S)`. Or a `MaskInfo`. A bias replaces it.
+            mask: bool, true where a key is seen; broadcasts to `(B, H, T, S)`, and `(B, S)` says which keys are not
+                padding. Or a `MaskInfo`. A bias replaces it.
             bias: added to the logits; broadcasts likewise; has a gradient.
             init_bias: makes the bias where neither it nor a mask is given.
             causal: query `i` sees keys up to `i + S - T`, with a `cache_view` those up to itself.
@@ -63,9 +65,11 @@ class FlashAttn(AttentionImpl):
             cache_view: the `TransformerCacheView` that k and v come from: only its valid tokens are seen, and the
                 queries are its newest ones.
             cache_metadata: None; see `PagedAttn`.
+            ignore: other keywords, which a warning names.
         """
+        self.warn_of_ignored(ignore)
         self.refuse(PAGED, cache_metadata=cache_metadata)
-        q, k, v = self.cast(q, k, v)
+        q, k, v = self.cast(q=q, k=k, v=v)
         dropout = self.dropout(deterministic)
         with _tiles(self.metadata, q):
             out = flash_attention(
@@ -88,7 +92,7 @@ class FlashAttn(AttentionImpl):
 
 @AttentionRegistry.register
 class SplashAttn(FlashAttn):
-    """The same, causal unless told otherwise. Decoding, any length and no causality are the kernel's own business."""
+    """`FlashAttn`, causal by default. One query a row, any length and `causal=False` need no other operator."""
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -102,10 +106,18 @@ class SplashAttn(FlashAttn):
         mask: Any = None,
         causal: bool = True,
         cache_view: Any = None,
-        **others: Any,
+        *,
+        bias: jax.Array | None = None,
+        init_bias: InitBias | None = None,
+        deterministic: bool = True,
+        dropout_rng: Any = None,
+        cache_metadata: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
-        """As in `FlashAttn`; `causal` and `cache_view` may be given by place."""
-        return super().forward_native(q, k, v, mask, causal=causal, cache_view=cache_view, **others)
+        """As in `FlashAttn`; `causal` and `cache_view` may be given by position too."""
+        dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
+        caches = {"cache_view": cache_view, "cache_metadata": cache_metadata}
+        return super().forward_native(q, k, v, mask, bias, init_bias, causal, **dropout, **caches, **ignore)
 
 
 @AttentionRegistry.register
@@ -130,12 +142,14 @@ class ScaledDotProductAttn(AttentionImpl):
         dropout_rng: Any = None,
         cache_view: Any = None,
         cache_metadata: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
         """As in `FlashAttn`, but without dropout; bias and mask both hold, and a bias switches `causal` off."""
+        self.warn_of_ignored(ignore)
         self.refuse(PAGED, cache_metadata=cache_metadata)
         self.refuse_dropout(deterministic)
         self.refuse_softmax_dtype()
-        q, k, v = self.cast(q, k, v)
+        q, k, v = self.cast(q=q, k=k, v=v)
         bias = initial_bias(bias, init_bias, mask)
         out = scaled_dot_product_attention(
             q,
@@ -181,15 +195,17 @@ class VanillaAttn(AttentionImpl):
         causal: bool = False,
         cache_view: Any = None,
         cache_metadata: Any = None,
+        **ignore: Any,
     ) -> AttentionOutput:
         """As in `FlashAttn`; the output has the weights too."""
+        self.warn_of_ignored(ignore)
         self.refuse(PAGED, cache_metadata=cache_metadata)
         if self.metadata.platform not in (None, "auto", "xla"):
             raise NotImplementedError(
                 f"VanillaAttn is the definition, which XLA computes on every device; it has no platform "
                 f"{self.metadata.platform!r}"
             )
-        q, k, v = self.cast(q, k, v)
+        q, k, v = self.cast(q=q, k=k, v=v)
         out, weights = attention(
             q,
             k,
