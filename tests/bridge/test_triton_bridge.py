@@ -17,7 +17,7 @@ import triton.language as tl
 from jax._src.lib import gpu_triton
 
 from ejkernel.bridge import TARGETS, collect_launches, compile_for, compile_launches, triton_call
-from ejkernel.bridge.triton import _jax_triton
+from ejkernel.bridge.private_jax_triton import imported_jax_triton
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -352,7 +352,7 @@ def lowered_for_a_gpu(function, x, monkeypatch):
     text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @triton.*", text)
     before, after = text.split(call)
-    assert all("stablehlo.optimization_barrier" in part for part in (before, after))  # see `apart`
+    assert all("stablehlo.optimization_barrier" in side for side in (before, after))
     (parameters,) = RecordedCall.parameters
     return call, parameters
 
@@ -416,7 +416,7 @@ def test_the_cache_folder_stays_where_it_is_in_every_thread(kept, monkeypatch, t
     if kept is None:
         monkeypatch.delenv("TRITON_CACHE_DIR")
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: _jax_triton(), range(4)))
+        list(pool.map(lambda _: imported_jax_triton(), range(4)))
     assert os.environ.get("TRITON_CACHE_DIR") == kept
     del sys.modules["jax_triton"]
 

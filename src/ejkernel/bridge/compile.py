@@ -67,7 +67,7 @@ class CompileReport:
         limit = TARGETS[self.target]
         # ptxas gives at most this many when a program is this wide; the driver refuses a launch beyond
         threads = 32 * self.num_warps
-        found = {
+        limits = {
             f"spills {self.spill_bytes} bytes": self.spill_bytes,
             f"needs {self.shared_bytes} bytes of shared memory, {self.target} has {limit}": self.shared_bytes > limit,
             f"needs {self.registers} registers for {threads} threads, an SM has 65536": self.registers * threads
@@ -75,7 +75,7 @@ class CompileReport:
             f"needs {self.scratch_bytes} bytes of global scratch, jax-triton gives none": self.scratch_bytes,
             f"needs {self.tensor_memory_columns} columns of tensor memory of 512": self.tensor_memory_columns > 512,
         }
-        return [f"{self.kernel}: {reason}" for reason, holds in found.items() if holds]
+        return [f"{self.kernel}: {reason}" for reason, holds in limits.items() if holds]
 
 
 def compile_for(
@@ -94,26 +94,31 @@ def compile_for(
             included, arrays (or `ShapeDtypeStruct`s) and scalars as `triton_call` takes them.
         constexprs: the other parameters by name.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from ejkernel.bridge.interpreter import LOCK
+    from ejkernel.bridge.private_triton import compile_ahead
 
     if target not in TARGETS:
         raise ValueError(f"{target=} is unknown; use one of {list(TARGETS)}")
     signature, constants = _signature(kernel, arguments, dict(constexprs or {}))
     # as jax-triton: arrays are aligned, scalars are not specialised
-    aligned = [["tt.divisibility", 16]]
-    attrs = {(i,): aligned for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
     options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": 1, "enable_fp_fusion": True}
-    with LOCK:
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constants, attrs),
-            target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-            options=options,
-        )
-    return _report(compiled, kernel.__name__, target, num_warps, num_stages)
+    compiled = compile_ahead(kernel, signature, constants, aligned, int(target.removeprefix("sm_")), options)
+    usage = _resource_usage(compiled.cubin)
+    return CompileReport(
+        kernel=kernel.__name__,
+        target=target,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        registers=usage["REG"],
+        # spills live on the stack: without one there is nothing to ask ptxas again
+        spill_bytes=_spill_bytes(compiled.ptx, target) if usage["STACK"] else 0,
+        stack_bytes=usage["STACK"],
+        shared_bytes=compiled.shared_bytes,
+        tensor_memory_columns=compiled.tensor_memory_columns,
+        scratch_bytes=compiled.scratch_bytes,
+        cubin_bytes=len(compiled.cubin),
+        ptx=compiled.ptx,
+    )
 
 
 def collect_launches(
@@ -181,48 +186,25 @@ def _signature(kernel: Any, arguments: Any, constexprs: dict[str, Any]) -> tuple
     return signature, {name: value for name, value in constants.items() if signature[name] == "constexpr"}
 
 
-def _report(compiled: Any, kernel: str, target: str, num_warps: int, num_stages: int) -> CompileReport:
-    meta, cubin = compiled.metadata, compiled.asm["cubin"]
-    usage = _resource_usage(cubin)
-    # spills live on the stack: without one there is nothing to ask ptxas again
-    spills = _spill_bytes(compiled.asm["ptx"], target) if usage["STACK"] else 0
-    return CompileReport(
-        kernel=kernel,
-        target=target,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        registers=usage["REG"],
-        spill_bytes=spills,
-        stack_bytes=usage["STACK"],
-        shared_bytes=meta.shared,
-        tensor_memory_columns=getattr(meta, "tmem_size", None) or 0,
-        scratch_bytes=getattr(meta, "global_scratch_size", None) or 0,
-        cubin_bytes=len(cubin),
-        ptx=compiled.asm["ptx"],
-    )
-
-
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    from triton import knobs
+    from ejkernel.bridge.private_triton import cuobjdump
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         listing = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], check=True, capture_output=True, text=True
+            [cuobjdump(), "-res-usage", str(path)], check=True, capture_output=True, text=True
         ).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", listing)}
 
 
 def _spill_bytes(ptx: str, target: str) -> int:
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from ejkernel.bridge.private_triton import ptxas
 
-    capability = int(target.removeprefix("sm_"))
+    assembler, gpu = ptxas(int(target.removeprefix("sm_")))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}"]
-        log = subprocess.run(
-            [*command, str(path), "-o", str(path) + ".o"], check=True, capture_output=True, text=True
-        ).stderr
+        command = [assembler, "-v", gpu, str(path), "-o", str(path) + ".o"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))

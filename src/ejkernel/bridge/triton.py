@@ -4,16 +4,12 @@ The platform a launch is lowered for decides what happens: jax-triton on NVIDIA,
 Being a primitive, a launch shows in the jaxpr, which is how `collect_launches` finds those of a whole operation.
 """
 
-import inspect
 import numbers
-import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,7 +27,6 @@ Grid = int | tuple[int, ...]
 # Triton parses what it compiles, and until Python 3.11.8 and 3.12.2 one thread alone can (python/cpython#106905)
 _PARSES_ALONE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
 _COMPILING = threading.RLock() if _PARSES_ALONE else nullcontext()
-_IMPORTING = threading.Lock()
 
 
 def triton_call(
@@ -179,60 +174,10 @@ def _interpreted(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
     return jax.pure_callback(partial(interpret_launch, launch), launch.outputs, *arrays)
 
 
-# said, because Triton changes its default in 3.10
-_FUSED = {"enable_fp_fusion": True}
-
-
 def _compiled(launch: Launch, *arrays: jax.Array) -> Sequence[jax.Array]:
-    call = _jax_triton().triton_call
-    aliased = {operand for operand, _ in launch.aliases}
-    # any pointer will do for an absent array; one that is aliased would be copied first
-    absent = next((x for i, x in enumerate(arrays) if i not in aliased), jnp.zeros(16, jnp.int8))
-    options = {
-        "kernel": launch.kernel,
-        "grid": launch.grid,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        **dict(launch.constexprs),
-    }
-    if "out_type" not in inspect.signature(call).parameters:  # jax-triton 0.3
-        # a Python float would reach the kernel as float64
-        arguments = [np.float32(a) if isinstance(a, float) else a for a in launch.fill(arrays, absent)]
-        options |= {"out_shape": launch.outputs, "input_output_aliases": dict(_aliases_after_fill(launch)), **_FUSED}
-        return call(*arguments, **options)
-    # jax-triton 0.4 gives an aliased output no pointer of its own: the array is passed for the output's parameter
-    arguments = launch.fill([absent if i in aliased else x for i, x in enumerate(arrays)], absent)
-    names = launch.kernel.arg_names[len(arguments) :]
-    options |= {names[output]: arrays[operand] for operand, output in launch.aliases}
-    aliases = {len(arguments) + n: output for n, output in enumerate(sorted(output for _, output in launch.aliases))}
-    options |= {"out_type": launch.outputs, "input_output_aliases": aliases, "backend_options": _FUSED}
-    # in favour of refs, which cannot be lowered here
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return call(*arguments, **options)
+    from ejkernel.bridge.private_jax_triton import launch_on_gpu
 
-
-def _aliases_after_fill(launch: Launch) -> list[tuple[int, int]]:
-    """Aliases by operand of jax-triton 0.3, for which an absent array is an operand too."""
-    operands = [
-        i
-        for i, slot in enumerate(argument for argument in launch.arguments if isinstance(argument, Slot))
-        if slot is Slot.ARRAY
-    ]
-    return [(operands[operand], output) for operand, output in launch.aliases]
-
-
-def _jax_triton() -> ModuleType:
-    """jax-triton; importing it blanks (0.3) or removes (0.4) TRITON_CACHE_DIR, which is put back."""
-    with _IMPORTING:  # another thread would find it blank, and put that back
-        kept = os.environ.get("TRITON_CACHE_DIR")
-        try:
-            import jax_triton
-        finally:
-            if kept is None:
-                os.environ.pop("TRITON_CACHE_DIR", None)
-            else:
-                os.environ["TRITON_CACHE_DIR"] = kept
-    return jax_triton
+    return launch_on_gpu(launch, arrays)
 
 
 def _no_derivative(*_: Any, launch: Launch) -> Any:

@@ -87,11 +87,13 @@ class Step:
             values[i] = tensors[name]
         if aligned and self._launch is not None:
             return self._launch(*values)
+        from ejkernel.bridge.private_triton import launch_and_keep
+
         options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": True}
-        kernel = self.kernel[self.grid](*values, **options)
+        launch = launch_and_keep(self.kernel, self.grid, values, **options)
         if aligned:
-            # what Triton would find again at every call: this kernel, compiled for aligned tensors and these scalars
-            self._launch = kernel[self.grid]
+            # what Triton would look up again at every call: this kernel, compiled for aligned tensors and these scalars
+            self._launch = launch
         return None
 
     def described(self, tensors: Mapping[str, Tensor]) -> tuple[Launch, list[str]]:
