@@ -27,6 +27,7 @@ class Case:
         counts: whether each query has a count of its own.
         cu: cumulative lengths of packed sequences.
         lengths: of caches.
+        strength: the size of query and key. Much larger, gradients show that `delta` is of a rounded output.
         config: of Triton.
     """
 
@@ -41,6 +42,7 @@ class Case:
     K: int = 3
     block_size: int = 16
     dtype: str = "float32"
+    strength: float = 1.0
     near: bool = False
     counts: bool = False
     sinks: bool = False
@@ -59,6 +61,7 @@ class Case:
             "value": (self.B, S, self.Hkv, Dv),
         }
         found = {name: normal(name, shape, self.dtype) for name, shape in shapes.items()}
+        found |= {name: self.strength * found[name] for name in ("query", "key")}
         return found | ({"softmax_aux": normal("sinks", (self.H,))} if self.sinks else {})
 
     def indices(self) -> np.ndarray:
@@ -162,6 +165,8 @@ CASES = (
     Case("bfloat16", dtype="bfloat16", D=64, config=BY_QUERIES),
     Case("bfloat16-by-keys", dtype="bfloat16", D=64, Dv=32, config=BY_KEYS),
     Case("float16", B=2, T=70, dtype="float16", K=4),
+    Case("float16-strong", B=2, T=70, dtype="float16", strength=4.0, config=BY_QUERIES),
+    Case("float16-strong-by-keys", B=2, T=70, dtype="float16", strength=4.0, config=BY_KEYS),
     _packed("packed", config=BY_QUERIES),
     _packed("packed-by-keys", sinks=True, config=BY_KEYS),
     _packed("packed-tokens", block_size=3, K=5, config=BY_KEYS),
@@ -171,7 +176,7 @@ CASES = (
 # what the interpreter, which takes long, is given
 CORE_IDS = (
     "near", "near-by-keys", "sinks-counts", "one-token", "mqa-6", "mha", "tokens-by-keys", "tokens-many", "block-5",
-    "block-40", "cache-lengths", "cache-lengths-by-keys", "bfloat16", "bfloat16-by-keys", "packed", "packed-by-keys",
-    "packed-tokens", "packed-nothing",
+    "block-40", "cache-lengths", "cache-lengths-by-keys", "float16-strong", "float16-strong-by-keys", "bfloat16",
+    "bfloat16-by-keys", "packed", "packed-by-keys", "packed-tokens", "packed-nothing",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)

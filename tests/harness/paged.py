@@ -48,6 +48,7 @@ class Case:
         apart: keys and values in pages of their own (ragged).
         spare: pages that no sequence has.
         width: pages of a row of the table; default: what the longest needs, and one more.
+        strength: the size of queries, keys and values.
         sinks: shape of the sinks in letters, such as "H" or "H3".
         tiles: (block_q, block_k) for platforms that take them.
     """
@@ -62,6 +63,7 @@ class Case:
     Dv: int | None = None
     L: int = 16
     dtype: str = "float32"
+    strength: float = 1.0
     cache: str | None = None
     starts: tuple[int, ...] | None = None
     rows: int | None = None
@@ -84,7 +86,7 @@ class Case:
 
     def numbers(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Random numbers as the cache would hold them, in float32."""
-        x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
+        x = self.strength * np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
         return np.round(x * 30) if self.cache == "int8" else x
 
     @property
@@ -127,7 +129,7 @@ class Case:
         Dv, N = self.Dv or self.D, len(self.lengths)
         keys, values = self.sequences("key", self.D), self.sequences("value", Dv)
         total = self.rows or sum(self.each)
-        query = normal("query", (total, self.H, self.D), self.dtype)
+        query = self.strength * normal("query", (total, self.H, self.D), self.dtype)
         lens, table = np.asarray(self.lengths, np.int32), self.table()
 
         def cached(x: np.ndarray) -> np.ndarray:
@@ -245,6 +247,7 @@ DECODES = (
     Case("head-dim-128", D=128, lengths=(70, 3), **HALF),
     Case("head-dim-256", D=256, lengths=(33, 3), **HALF),
     Case("float16", dtype="float16"),
+    Case("float16-strong", dtype="float16", strength=100.0, queries=3, lengths=(37, 3, 64)),
     Case("window", options={"sliding_window": 9}),
     Case("window-0", options={"sliding_window": (0, 5)}),
     Case("window-over-pages", L=4, lengths=(100, 41), options={"sliding_window": (20, 0)}, **HALF),
@@ -278,6 +281,7 @@ RAGGED = (
          H=6, scales=True, options={"sliding_window": 11, "logits_soft_cap": 2.0}),
     Case("ragged-decode", kind="ragged", queries=(1, 1, 1), lengths=(40, 17, 1), rows=7, padding=1),
     Case("ragged-prefill", kind="ragged", queries=(40, 23), lengths=(40, 30), H=8, L=8, **HALF),
+    Case("float16-strong-mixed", dtype="float16", strength=100.0, kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS),
     Case("ragged-nothing", kind="ragged", queries=(0, 0), lengths=(0, 20), rows=5),
     Case("mixed-apart", kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS, rows=50, padding=3, apart=True, Dv=24),
     Case("ragged-d128", kind="ragged", queries=(20, 1), lengths=(40, 30), D=128, **HALF),
@@ -301,9 +305,9 @@ CASES = (*DECODES, *CACHES, *RAGGED, *OTHERS)
 # what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
 CORE_IDS = (
     "plain", "page-size-12", "page-size-64", "all-empty", "mqa-8", "head-dim-40-24", "head-dim-256", "float16",
-    "window-over-pages", "sinks-3-window", "soft-cap", "splits-8-sinks-window", "several-tokens-window",
-    "more-tokens-than-keys", "e4m3", "e5m2", "int8", "e4m3-ragged", "e4m3-d128-small-pages", "mixed-bfloat16",
-    "mixed-everything", "mixed-apart", "ragged-nothing", "ragged-prefill", "prefill-window-sinks", "flat-buffer-pages",
-    "contiguous-bfloat16", "contiguous-window", "contiguous-e4m3",
+    "float16-strong", "float16-strong-mixed", "window-over-pages", "sinks-3-window", "soft-cap",
+    "splits-8-sinks-window", "several-tokens-window", "more-tokens-than-keys", "e4m3", "e5m2", "int8", "e4m3-ragged",
+    "e4m3-d128-small-pages", "mixed-bfloat16", "mixed-everything", "mixed-apart", "ragged-nothing", "ragged-prefill",
+    "prefill-window-sinks", "flat-buffer-pages", "contiguous-bfloat16", "contiguous-window", "contiguous-e4m3",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)

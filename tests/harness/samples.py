@@ -51,7 +51,7 @@ LINEAR = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, Hkv)}
 DECAYS = {"g": (B, T, H), "gv": (B, T, H, Hkv)}
 STATES = {"initial_state": (len(CU) - 1, H, D, Hkv), "g_gamma": -np.ones(H, np.float32), "cu_seqlens": CU}
 GATES = dict.fromkeys(("g_cmp", "g_slc", "g_swa"), (B, T, H))
-ONE_ROW = {name: (1, *shape[1:]) for name, shape in (ATTENTION | {"g_slc": (B, T, H)}).items()}
+PACKED_SPARSE = ATTENTION | {"g_slc": (B, T, H), "cu_seqlens": CU}
 NATIVE = {"block_size": 1, "block_counts": 4, "window_size": 2}
 SELECTED = ATTENTION | {"block_indices": np.arange(B * T * Hkv * 2).reshape(B, T, Hkv, 2) % 3, "softmax_aux": (H,)}
 
@@ -163,7 +163,7 @@ SAMPLES = {
     "mean-pooling": trained(modules.mean_pooling, {"x": (B, T, H, D)}, chunk_size=4),
     "mean-pooling-packed": trained(modules.mean_pooling, {"x": (1, T, H, D)}, chunk_size=2, cu_seqlens=CU),
     "native-sparse": trained(modules.native_sparse_attention, ATTENTION | GATES, **NATIVE),
-    "packed-native-sparse": trained(modules.native_sparse_attention, ONE_ROW | {"cu_seqlens": CU}, **NATIVE),
+    "packed-native-sparse": trained(modules.native_sparse_attention, PACKED_SPARSE, block_size=1, block_counts=4),
     "selected": trained(modules.selected_attention, SELECTED, block_size=2, return_lse=True),
     "select-blocks": served(
         modules.select_blocks, {"query": (B, T, H, D), "compressed_key": (B, T, Hkv, D)}, block_counts=4, block_size=1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.native_sparse import reference
+from ejkernel.kernels.native_sparse.block_table import block_table
 from ejkernel.kernels.native_sparse.operations import SELECT_BLOCKS
-from ejkernel.kernels.native_sparse.places import places
 from ejkernel.kernels.native_sparse.selection import selection_call
 from ejkernel.modules import mean_pooling, select_blocks
 from ejkernel.ops import interpret, run
@@ -38,18 +38,18 @@ def selected(call, chosen):
 def call_of(name: str, dtype: str = "float32"):
     B, T, H, Hkv, D, size, count, cu, cache = CASES[name]
     lengths, S = cache or (None, T)
-    where = places(T, S, size, None if cu is None else np.asarray(cu, np.int32), lengths)
-    query, key = normal("query", (B, T, H, D), dtype), normal("key", (B, where.starts.shape[1], Hkv, D), dtype)
+    table = block_table(T, S, size, None if cu is None else np.asarray(cu, np.int32), lengths)
+    query, key = normal("query", (B, T, H, D), dtype), normal("key", (B, table.starts.shape[1], Hkv, D), dtype)
     # any would do: here the heads of a group weigh differently
     lse = normal("lse", (B, H, T))
-    return selection_call(query, key, lse, where, scale=D**-0.5, count=count)
+    return selection_call(query, key, lse, table, scale=D**-0.5, count=count)
 
 
 def brute_force(call) -> np.ndarray:
     """One query at a time, in numpy."""
     weight = np.asarray(reference.importance(call), np.float64)
     B, T, Hkv, _ = weight.shape
-    first, own_block = (np.broadcast_to(call[name], (B, T)) for name in ("first", "own_block"))
+    first, own_block = (np.broadcast_to(call[name], (B, T)) for name in ("first_row", "own_block"))
     found = np.full((B, T, Hkv, call.spec.count), -1)
     for b, t, h in np.ndindex(B, T, Hkv):
         last = own_block[b, t]
@@ -85,9 +85,9 @@ def test_low_precision_selects_what_weighs_as_much(chosen):
 @on_platforms
 def test_ties_go_to_the_lower_block(chosen):
     B, T, H, Hkv, D, size, count, _, _ = CASES["plain"]
-    where = places(T, T, size)
-    zeros = jnp.zeros((B, T, H, D)), jnp.zeros((B, where.starts.shape[1], Hkv, D)), jnp.zeros((B, H, T))
-    found = selected(selection_call(*zeros, where, scale=1.0, count=count), chosen)
+    table = block_table(T, T, size)
+    zeros = jnp.zeros((B, T, H, D)), jnp.zeros((B, table.starts.shape[1], Hkv, D)), jnp.zeros((B, H, T))
+    found = selected(selection_call(*zeros, table, scale=1.0, count=count), chosen)
     assert found[0, -1, 0].tolist() == [0, 21, 20, 1, 2, 3, 4, 5]
 
 
@@ -108,10 +108,10 @@ def test_no_array_of_queries_by_blocks():
     """At 64k tokens the weights of all queries would be 1 GiB for each key head."""
     T, N = 65536, 4096
     shapes = ((1, T, 4, 64), (1, N, 4, 64), (1, 4, T))
-    where = places(T, T, 16)
+    table = block_table(T, T, 16)
 
     def choose(query, key, lse):
-        return run(SELECT_BLOCKS, selection_call(query, key, lse, where, scale=1.0, count=16))["indices"]
+        return run(SELECT_BLOCKS, selection_call(query, key, lse, table, scale=1.0, count=16))["indices"]
 
     arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     memory = jax.jit(choose).lower(*arrays).compile().memory_analysis()

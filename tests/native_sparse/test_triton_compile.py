@@ -5,7 +5,7 @@ import pytest
 
 from ejkernel.bridge.compile import TARGETS, compile_launches
 from ejkernel.kernels.native_sparse import triton
-from ejkernel.kernels.native_sparse.places import places
+from ejkernel.kernels.native_sparse.block_table import block_table
 from ejkernel.kernels.native_sparse.selection import selection_call
 from ejkernel.kernels.native_sparse.spec import canonicalise
 from ejkernel.kernels.native_sparse.triton import selection as triton_selection
@@ -53,10 +53,10 @@ def test_fits(arch, H, D, dtype):
 
 @pytest.mark.parametrize(("arch", "H", "count"), [("sm_90", 16, 16), ("sm_86", 1, 32)])
 def test_selection_fits(arch, H, count):
-    where = places(T, T, 64)
+    table = block_table(T, T, 64)
 
     def choose(q, k, lse):
-        call = selection_call(q, k, lse, where, scale=0.1, count=count).on(Target("gpu", arch, arch))
+        call = selection_call(q, k, lse, table, scale=0.1, count=count).on(Target("gpu", arch, arch))
         return triton_selection.forward(call, triton_selection.default_config(call))[0]
 
     arrays = struct((1, T, H, 128)), struct((1, T // 64, 1, 128)), struct((1, H, T), "float32")

@@ -37,12 +37,14 @@ def compressed(S, B=B, Hkv=HKV, size=8):
 
 
 CU = np.array([0, 0, 7, 7, 50, 51, 64])
+SELECTED = {"block_size": 8, "block_counts": 5}
+
 # id: (arrays, options)
 CASES = {
     "three-branches": (arrays(), OPTIONS),
-    "selected-only": (arrays(gates=("g_slc",)), OPTIONS),
-    "compressed-only": (arrays(gates=("g_cmp",)), OPTIONS),
-    "window-only": (arrays(gates=("g_swa",)), OPTIONS),
+    "selected-only": (arrays(gates=("g_slc",)), SELECTED),
+    "compressed-only": (arrays(gates=("g_cmp",)), {"block_size": 8}),
+    "window-only": (arrays(gates=("g_swa",)), {"window_size": 20}),
     "mqa": (arrays(Hkv=1, B=1), OPTIONS),
     "every-block": (arrays(T=33), OPTIONS | {"block_counts": 16}),
     "packed": (arrays(B=1), OPTIONS | {"cu_seqlens": CU}),
@@ -97,7 +99,7 @@ def test_is_the_sum_of_its_branches():
     window = flash_attention(q, k, v, causal=True, sliding_window=(19, 0))
     picked = selected_attention(q, k, v, indices, block_size=8)
     parts = given["g_slc"][..., None] * picked + given["g_swa"][..., None] * window
-    from_compressed = native_sparse_attention(q, k, v, given["g_cmp"], **OPTIONS)
+    from_compressed = native_sparse_attention(q, k, v, given["g_cmp"], block_size=8)
     np.testing.assert_allclose(out, parts + from_compressed, atol=1e-5)
 
 

@@ -81,6 +81,13 @@ def number_array(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name} must be an array of numbers, got {type(x).__name__}: {x!r:.80}") from None
 
 
+def traced_number(name: str, x: jax.Array) -> jax.Array:
+    """A traced scalar as float32."""
+    if x.shape != () or not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be a number, got {x.dtype} of shape {x.shape}")
+    return x.astype(jnp.float32)
+
+
 def int_array(name: str, x: ArrayInput) -> jax.Array:
     """`x` as int32; refuses other kinds of numbers and values that int32 cannot hold."""
     array = as_array(name, x)

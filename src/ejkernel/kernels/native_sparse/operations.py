@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.kernels.common.sizes import power_of_two, rounded_sizes
 from ejkernel.kernels.native_sparse import selection
-from ejkernel.kernels.native_sparse.places import places
+from ejkernel.kernels.native_sparse.block_table import block_table
 from ejkernel.kernels.native_sparse.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
@@ -75,14 +75,14 @@ def selection_probes() -> dict[str, Call]:
     """One small call per feature."""
 
     def made(T: int = 256, H: int = 4, Hkv: int = 2, D: int = 64, dtype: str = "bfloat16", count: int = 16) -> Call:
-        where = places(T, T, 16)
+        table = block_table(T, T, 16)
         shapes = {
             "query": ((2, T, H, D), dtype),
             "key": ((2, -(-T // 16), Hkv, D), dtype),
             "lse": ((2, H, T), "float32"),
         }
         arrays: dict[str, Any] = {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
-        arrays |= {"first": where.first, "own_block": where.own_block}
+        arrays |= {"first_row": table.first_row, "own_block": table.own_block}
         return Call(selection.Spec(0.125, count), arrays)
 
     return {
@@ -116,7 +116,7 @@ def selection_example(call: Call) -> Arrays:
     """A call like this one: one sequence, each of whose queries may choose among its blocks."""
     T, N = call["query"].shape[1], call["key"].shape[1]
     own_block = jnp.asarray(np.arange(T) * N // T, jnp.int32)
-    arrays = random_arrays(call) | {"first": jnp.zeros(call["first"].shape, jnp.int32)}
+    arrays = random_arrays(call) | {"first_row": jnp.zeros(call["first_row"].shape, jnp.int32)}
     return arrays | {"own_block": jnp.broadcast_to(own_block, call["own_block"].shape)}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.native_sparse import spec as selected
-from ejkernel.kernels.native_sparse.places import Places, places_of
+from ejkernel.kernels.native_sparse.block_table import BlockTable, block_table_of
 from ejkernel.kernels.native_sparse.selection import assembled, free_blocks, selection_call
 from ejkernel.kernels.native_sparse.spec import dimensions, table_rows
 from ejkernel.kernels.softmax import reference as softmax
@@ -44,7 +44,7 @@ def importance(call: Call) -> jax.Array:
     key = call["key"].astype(jnp.float32)
     logits = call.spec.scale * jnp.einsum("bthgd,bnhd->bthgn", query, key, precision="highest")
     lse = call["lse"].swapaxes(1, 2).reshape(B, T, Hkv, -1, 1)
-    free = free_blocks(call["first"], call["own_block"], N)[:, :, None]
+    free = free_blocks(call["first_row"], call["own_block"], N)[:, :, None]
     weights = jnp.exp(jnp.where(free[..., None, :], logits - lse, -jnp.inf))
     return jnp.where(free, weights.sum(3), -1.0)
 
@@ -53,45 +53,46 @@ def select(call: Call) -> jax.Array:
     """(B, T, Hkv, K): the blocks that are always taken, then the weightiest."""
     weight = importance(call)
     order = jnp.argsort(-weight, axis=-1, stable=True)
-    best = jnp.where(jnp.take_along_axis(weight, order, -1) >= 0, order - call["first"][:, :, None, None], -1)
+    best = jnp.where(jnp.take_along_axis(weight, order, -1) >= 0, order - call["first_row"][:, :, None, None], -1)
     return assembled(call, best)
 
 
 def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     """out (B, T, H, Dv) of a whole call, from the definitions of its steps."""
     spec, S = call.spec, call["key"].shape[1]
-    where, cu = places_of(call)
-    keys, values = (_compressed(call, name, where.starts) for name in ("key", "value"))
-    compressed = _attention(call, call["query"], keys, values, _whole_blocks(spec.block_size, where), dtype)
+    table = block_table_of(call)
+    keys, values = (_compressed(call, name, table.starts) for name in ("key", "value"))
+    compressed = _attention(call, call["query"], keys, values, _whole_blocks(spec.block_size, table), dtype)
     parts = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
     if "block_indices" in call or "g_slc" in call:
-        chosen = selection_call(call["query"], keys, compressed["lse"], where, scale=spec.scale, count=spec.room)
+        chosen = selection_call(call["query"], keys, compressed["lse"], table, scale=spec.scale, count=spec.room)
         indices = call["block_indices"] if "block_indices" in call else select(chosen)
         arrays = {name: call[name] for name in ("query", "key", "value")}
-        arrays["indices"] = table_rows(indices, call.get("block_counts", spec.count), where)
-        arrays |= {"starts": where.starts, "limits": where.limits}
+        arrays["indices"] = table_rows(indices, call.get("block_counts", spec.count), table)
+        arrays |= {"starts": table.starts, "limits": table.limits}
         parts.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
     if "g_swa" in call:
-        key, limits = jnp.arange(S), where.limits[..., None]
-        begin = limits - spec.window if cu is None else jnp.maximum(limits - spec.window, _begins(where)[..., None])
+        key, limits = jnp.arange(S), table.limits[..., None]
+        begin = jnp.maximum(limits - spec.window, _begins(table)[..., None])
         seen = (key < limits) & (key >= begin)
         parts.append(("g_swa", _attention(call, call["query"], call["key"], call["value"], seen, dtype)["out"]))
     gates = [call[name].astype(jnp.float32)[..., None] if name in call else 1.0 for name, _ in parts]
-    terms = [gate * out.astype(jnp.float32) for gate, (_, out) in zip(gates, parts, strict=True)]
+    real = (table.limits > 0)[..., None, None]
+    terms = [jnp.where(real, gate, 0.0) * out.astype(jnp.float32) for gate, (_, out) in zip(gates, parts, strict=True)]
     return sum(terms[1:], terms[0]).astype(dtype)
 
 
 def select_whole(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     """The blocks (B, T, Hkv, count) of a call of `select_blocks`, in the form of a whole one."""
-    spec, (where, _), keys = call.spec, places_of(call), call["compressed_key"]
-    lse = _attention(call, call["query"], keys, keys, _whole_blocks(spec.block_size, where), dtype)["lse"]
-    return select(selection_call(call["query"], keys, lse, where, scale=spec.scale, count=spec.room))
+    spec, table, keys = call.spec, block_table_of(call), call["compressed_key"]
+    lse = _attention(call, call["query"], keys, keys, _whole_blocks(spec.block_size, table), dtype)["lse"]
+    return select(selection_call(call["query"], keys, lse, table, scale=spec.scale, count=spec.room))
 
 
-def _whole_blocks(block_size: int, where: Places) -> jax.Array:
+def _whole_blocks(block_size: int, table: BlockTable) -> jax.Array:
     """(B|1, T, N): the blocks of a query's sequence that end where it does or before."""
-    ends = where.starts[:, None] + block_size <= where.limits[..., None]
-    return ends & (where.sequence[:, None] == where.first[..., None])
+    ends = table.starts[:, None] + block_size <= table.limits[..., None]
+    return ends & (table.first_row_of_block[:, None] == table.first_row[..., None])
 
 
 def _compressed(call: Call, name: str, starts: jax.Array) -> jax.Array:
@@ -110,6 +111,6 @@ def _attention(call: Call, query: Any, key: Any, value: Any, seen: jax.Array, dt
     return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale), arrays), dtype)
 
 
-def _begins(where: Places) -> jax.Array:
+def _begins(table: BlockTable) -> jax.Array:
     """The first key of each query's sequence: (B|1, T)."""
-    return jnp.take_along_axis(where.starts, where.first, 1)
+    return jnp.take_along_axis(table.starts, table.first_row, 1)

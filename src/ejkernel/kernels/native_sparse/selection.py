@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.native_sparse.places import Places
+from ejkernel.kernels.native_sparse.block_table import BlockTable
 from ejkernel.ops import Call, Dims
 
 ARRAYS = {
@@ -14,7 +14,7 @@ ARRAYS = {
     # one row for each block of the table
     "key": Dims("B N Hkv D", broadcasts=False),
     "lse": Dims("B H T", broadcasts=False),
-    "first": Dims("B T"),
+    "first_row": Dims("B T"),
     "own_block": Dims("B T"),
 }
 
@@ -38,10 +38,11 @@ class Spec:
 
 
 def selection_call(
-    query: jax.Array, compressed_key: jax.Array, lse: jax.Array, where: Places, *, scale: float, count: int
+    query: jax.Array, compressed_key: jax.Array, lse: jax.Array, table: BlockTable, *, scale: float, count: int
 ) -> Call:
     """The call whose arrays are checked: queries (B, T, H, D), a key (B, N, Hkv, D) for each block, lse (B, H, T)."""
-    arrays = {"query": query, "key": compressed_key, "lse": lse, "first": where.first, "own_block": where.own_block}
+    arrays = {"query": query, "key": compressed_key, "lse": lse}
+    arrays |= {"first_row": table.first_row, "own_block": table.own_block}
     return Call(Spec(scale, count), {name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
 
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import concrete, integers
+from ejkernel.checks.arrays import concrete, integers, traced_number
 from ejkernel.checks.options import flag, number, static_int
 from ejkernel.checks.values import check_rows
-from ejkernel.kernels.common.batch import folded, folded_broadcast, unfolded
-from ejkernel.kernels.native_sparse.places import Places, check_lengths, places
+from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
+from ejkernel.kernels.native_sparse.block_table import BlockTable, block_table, check_lengths
 from ejkernel.kernels.softmax.spec import checked_tokens, joined_sinks, sink_logits
 from ejkernel.ops import Call, Dims
 from ejkernel.ops.autodiff import default_rules
@@ -79,27 +79,34 @@ def canonicalise(
     return_lse: bool = False,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
-    query, key, value, *_ = checked_tokens(query, key, value)
-    B, T, H, D = query.shape
+    query, key, value, batch, _ = checked_tokens(query, key, value)
+    query, scale = scaled_query(query, softmax_scale)
+    B, T, H, _ = query.shape
     _, S, Hkv, _ = key.shape
     block_size = static_int("block_size", block_size, 1)
     cu_seqlens, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
-    where = places(T, S, block_size, cu_seqlens, kv_lengths)
+    table = block_table(T, S, block_size, cu_seqlens, kv_lengths)
     indices = checked_indices(block_indices, (B, T, Hkv))
-    counts = checked_counts(block_counts, (B, T, Hkv))
+    counts = checked_counts(block_counts, batch, (B, T, Hkv))
     sinks = sink_logits(softmax_aux, H)
     arrays = {
         "query": query,
         "key": key,
         "value": value,
-        "indices": table_rows(indices, counts, where),
-        "starts": where.starts,
-        "limits": where.limits,
+        "indices": table_rows(indices, counts, table),
+        "starts": table.starts,
+        "limits": table.limits,
         "sinks": None if sinks is None else joined_sinks(sinks)[None],
     }
-    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     spec = Spec(scale, block_size, flag("return_lse", return_lse))
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
+
+
+def scaled_query(query: jax.Array, softmax_scale: Any) -> tuple[jax.Array, float]:
+    """The query and the scale of its logits; one that is traced is multiplied in, and trained with it."""
+    if isinstance(softmax_scale, jax.core.Tracer):
+        return (query.astype(jnp.float32) * traced_number("softmax_scale", softmax_scale)).astype(query.dtype), 1.0
+    return query, query.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 
 
 def checked_indices(block_indices: Any, rows: tuple[int, int, int]) -> jax.Array:
@@ -114,8 +121,8 @@ def checked_indices(block_indices: Any, rows: tuple[int, int, int]) -> jax.Array
     return folded(indices)
 
 
-def checked_counts(block_counts: Any, rows: tuple[int, int, int]) -> Any:
-    """An int, or (B, T, Hkv) of them: how many of the indices count. None: all."""
+def checked_counts(block_counts: Any, batch: Batch, rows: tuple[int, int, int]) -> Any:
+    """An int, or (B, T, Hkv) of them: how many of the indices count. None: all. The caller's may broadcast."""
     if block_counts is None:
         return None
     if not hasattr(block_counts, "shape") or (np.ndim(block_counts) == 0 and concrete(block_counts) is not None):
@@ -124,20 +131,25 @@ def checked_counts(block_counts: Any, rows: tuple[int, int, int]) -> Any:
     values = concrete(counts)
     given = counts if values is None else values
     check_rows(given, given < 0, "block_counts must not be negative")
-    if counts.ndim and counts.shape[-2:] != rows[1:]:
-        raise ValueError(f"block_counts {counts.shape} must be a number or (batch, length, key heads) = {rows}")
-    counts = folded_broadcast(jnp.asarray(counts, jnp.int32), rows[:1], rank=2)
-    return jnp.broadcast_to(counts, rows)
+    _, T, Hkv = rows
+    each = counts.reshape(1, 1) if counts.ndim == 0 else counts[:, None] if counts.shape == (T,) else counts
+    leading = each.shape[:-2]
+    fits = counts.ndim == 0 or (each.ndim >= 2 and each.shape[-2] == T and each.shape[-1] in (1, Hkv))
+    if not fits or any(n not in (1, m) for n, m in zip(leading[::-1], batch[::-1], strict=False)):
+        raise ValueError(
+            f"block_counts {counts.shape} must be a number, {(T,)}, or (batch, length, key heads or 1) = {rows}"
+        )
+    return jnp.broadcast_to(folded_broadcast(jnp.asarray(each, jnp.int32), batch, rank=2), rows)
 
 
-def table_rows(indices: jax.Array, counts: Any, where: Places) -> jax.Array:
+def table_rows(indices: jax.Array, counts: Any, table: BlockTable) -> jax.Array:
     """Blocks (B, T, Hkv, K) counted from each sequence's first to rows of the table, each once; -1: none.
 
     `counts` is how many of them count: an int, (B, T, Hkv) of them, or None for all.
     """
     most = counts if isinstance(counts, int) else indices.shape[-1]
     with default_rules():
-        return _table_rows(most, indices, None if isinstance(counts, int) else counts, where)
+        return _table_rows(most, indices, None if isinstance(counts, int) else counts, table)
 
 
 # indices of a query that are compared with each other; more are sorted
@@ -145,12 +157,12 @@ _FEW = 64
 
 
 @partial(jax.jit, static_argnums=0)
-def _table_rows(most: int, indices: jax.Array, counts: Any, where: Places) -> jax.Array:
+def _table_rows(most: int, indices: jax.Array, counts: Any, table: BlockTable) -> jax.Array:
     number = np.arange(indices.shape[-1], dtype=np.int32)
-    legal = (indices >= 0) & (indices <= where.own_block[:, :, None, None]) & (number < most)
+    legal = (indices >= 0) & (indices <= table.own_block[:, :, None, None]) & (number < most)
     if counts is not None:
         legal &= number < counts[..., None]
-    found = jnp.where(legal, indices + where.first[:, :, None, None], -1)
+    found = jnp.where(legal, indices + table.first_row[:, :, None, None], -1)
     if number.size <= _FEW:
         same = (found[..., :, None] == found[..., None, :]) & (number[:, None] > number)
         return jnp.where(same.any(-1), -1, found)

@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.arrays import concrete, float_array
-from ejkernel.checks.options import number, static_int
+from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded, folded_broadcast
 from ejkernel.kernels.native_sparse import spec as selected
+from ejkernel.kernels.native_sparse.block_table import (
+    BlockTable,
+    block_rows,
+    block_table_of,
+    check_lengths,
+    existing_blocks,
+)
 from ejkernel.kernels.native_sparse.operations import SELECT_BLOCKS, SELECTED_ATTENTION, SPLITS
-from ejkernel.kernels.native_sparse.places import Places, block_rows, check_lengths, places_of
 from ejkernel.kernels.native_sparse.selection import selection_call
 from ejkernel.kernels.pooling import spec as pooling
 from ejkernel.kernels.pooling.operations import MEAN_POOLING
@@ -56,7 +62,7 @@ class Spec:
     Attributes:
         count: how many of its blocks count for each query; None: all, or what the array `block_counts` says.
         room: blocks that are selected for a query, where none are given.
-        rows: blocks in all; with traced `cu_seqlens` the most there can be.
+        rows: blocks in all; of packed sequences the most there can be.
     """
 
     scale: float
@@ -86,12 +92,13 @@ def canonicalise(
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
     query, key, value, batch, _ = softmax.checked_tokens(query, key, value)
+    query, scale = selected.scaled_query(query, softmax_scale)
     B, T, H, D = query.shape
     _, S, Hkv, Dv = value.shape
     block_size = static_int("block_size", block_size, 1)
     window = static_int("window_size", window_size, 0)
-    cu_seqlens, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
-    rows = block_rows(S, block_size, cu_seqlens)
+    ends, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
+    rows = block_rows(S, block_size, ends)
     gates = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa}
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     arrays |= {name: _gate(name, gate, (*batch, T, H)) for name, gate in gates.items()}
@@ -99,16 +106,23 @@ def canonicalise(
         raise ValueError("nothing to attend to: give g_cmp, g_slc, g_swa or block_indices")
     if g_swa is not None and window == 0:
         raise ValueError("g_swa weighs the window branch: give window_size, at least 1")
+    if g_swa is None and window != 0:
+        raise ValueError(f"window_size={window} is of the window branch: give its gate, g_swa")
+    if block_counts is not None and g_slc is None and block_indices is None:
+        raise ValueError("block_counts is of the selected branch: give its gate, g_slc, or block_indices")
+    if compressed is not None and g_cmp is None and (g_slc is None or block_indices is not None):
+        raise ValueError("compressed is of the compressed branch and of selecting: give g_cmp, or g_slc alone")
     if block_counts is None and block_indices is None:
         block_counts = BLOCKS
-    counts = selected.checked_counts(block_counts, (B, T, Hkv))
+    counts = selected.checked_counts(block_counts, batch, (B, T, Hkv))
     if block_indices is not None:
         arrays["block_indices"] = selected.checked_indices(block_indices, (B, T, Hkv))
     arrays["block_counts"] = None if isinstance(counts, int) else counts
-    arrays |= _compressed(compressed, (B, rows), (Hkv, D, Dv), query.dtype)
-    arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
+    if compressed is not None:
+        existing = existing_blocks(S, block_size, cu_seqlens)
+        arrays |= _compressed(compressed, (B, existing), (Hkv, D, Dv), query.dtype, rows)
+    arrays["cu_seqlens"] = None if ends is None else ends[None]
     arrays["kv_lengths"] = kv_lengths
-    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     count = counts if isinstance(counts, int) else None
     spec = Spec(scale, block_size, window, count, _most_blocks(counts, rows), rows)
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
@@ -125,30 +139,33 @@ def _gate(name: str, gate: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def _compressed(
-    compressed: Any, rows: tuple[int, int], sizes: tuple[int, int, int], dtype: Any
+    compressed: Any, blocks: tuple[int, int], sizes: tuple[int, int, int], dtype: Any, rows: int
 ) -> dict[str, jax.Array]:
-    """Keys (B, N, Hkv, D) and values (B, N, Hkv, Dv) that somebody compressed, one row for each block."""
-    if compressed is None:
-        return {}
+    """Keys (B, rows, Hkv, D) and values (B, rows, Hkv, Dv) that somebody compressed, for B sequences of some blocks."""
+    B, existing = blocks
     Hkv, *widths = sizes
     if not isinstance(compressed, tuple | list) or len(compressed) != 2:
         raise TypeError(f"compressed must be a pair (keys, values), got {type(compressed).__name__}")
-    found = {}
-    for part, x, width in zip(("key", "value"), compressed, widths, strict=True):
-        name = f"{part} of compressed"
+    padded = {}
+    for kind, x, width in zip(("key", "value"), compressed, widths, strict=True):
+        name = f"{kind} of compressed"
         x = folded(float_array(name, x))
-        # the last block may be left out while it is not whole
-        if x.shape not in ((*rows, Hkv, width), (rows[0], rows[1] - 1, Hkv, width)):
-            raise ValueError(f"{name} {x.shape} must have a row for each block: {(*rows, Hkv, width)}")
+        if x.shape[1] not in _compressed_rows(existing, rows) or x.shape != (B, x.shape[1], Hkv, width):
+            raise ValueError(f"{name} {x.shape} must have a row for each block: {(B, existing, Hkv, width)}")
         if x.dtype != dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, query has {dtype}: they must be the same")
-        found[f"compressed_{part}"] = _with_rows(rows[1], x)
-    return found
+        padded[f"compressed_{kind}"] = _with_rows(rows, x)
+    return padded
+
+
+def _compressed_rows(existing: int, rows: int) -> tuple[int, int, int]:
+    """Rows that compressed keys may have: the last block may be left out while it is not whole, or all of the table."""
+    return existing, existing - 1, rows
 
 
 @partial(jax.jit, static_argnums=0)
 def _with_rows(rows: int, x: jax.Array) -> jax.Array:
-    """x (B, N or N - 1, Hkv, D) with zeros for a block that is not whole."""
+    """x (B, N, Hkv, D) with zeros for blocks that are not whole, or that there are not."""
     return jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0)])
 
 
@@ -183,98 +200,112 @@ def run_whole(call: Call, steps: Steps, shards: Shards) -> jax.Array:
 
 def branches(call: Call, steps: Steps) -> dict[str, jax.Array]:
     """out (B, T, H, Dv): the sum of the branches whose gates there are."""
-    where, cu = places_of(call)
-    parts: list[tuple[Any, jax.Array]] = []
-    choosing = "block_indices" not in call and "g_slc" in call
+    table = block_table_of(call)
+    selects = "block_indices" in call or "g_slc" in call
+    if steps.cfg is not None and not selects:
+        raise ValueError(f"cfg={steps.cfg!r} is of the selected branch, and there is none: give g_slc or block_indices")
+    # a config is of kernels that attending to every block as causal attention would not run
+    every_block = _selects_every_block(call) and steps.cfg is None
+    gated: list[tuple[Any, jax.Array]] = []
     lse = None
-    if "g_cmp" in call or choosing:
-        call = _with_compressed(call, cu, steps)
-        found = steps.run(FLASH_ATTENTION, _compressed_call(call, where, "cu_seqlens" in call), takes_cfg=False)
-        lse = found["lse"]
-        parts += [(call["g_cmp"], found["out"])] if "g_cmp" in call else []
-    if "block_indices" in call or choosing:
-        parts.append((call.get("g_slc"), _selected_branch(call, where, cu, lse, steps)))
+    if "g_cmp" in call or (selects and "block_indices" not in call and not every_block):
+        call = _with_compressed(call, steps)
+        compressed = steps.run(FLASH_ATTENTION, _compressed_call(call, table), takes_cfg=False)
+        lse = compressed["lse"]
+        gated += [(call["g_cmp"], compressed["out"])] if "g_cmp" in call else []
+    if selects and every_block:
+        gated.append((call["g_slc"], steps.run(FLASH_ATTENTION, _dense_call(call, table), takes_cfg=False)["out"]))
+    elif selects:
+        gated.append((call.get("g_slc"), _selected_branch(call, table, lse, steps)))
     if "g_swa" in call:
-        window = (call.spec.window - 1, 0)
-        dense = _dense_call(call, where, cu, sliding_window=window)
-        parts.append((call["g_swa"], steps.run(FLASH_ATTENTION, dense, takes_cfg=False)["out"]))
-    return {"out": _gated(parts, call["query"].dtype)}
+        window = _dense_call(call, table, sliding_window=(call.spec.window - 1, 0))
+        gated.append((call["g_swa"], steps.run(FLASH_ATTENTION, window, takes_cfg=False)["out"]))
+    padding = table.limits == 0 if "cu_seqlens" in call or "kv_lengths" in call else None
+    return {"out": _gated(gated, padding, call["query"].dtype)}
 
 
-def _gated(parts: list[tuple[Any, jax.Array]], dtype: Any) -> jax.Array:
-    """Branches (B, T, H, Dv), each times its gate (B|1, T, H); one without a gate weighs 1."""
+def _selects_every_block(call: Call) -> bool:
+    """Whether the selected branch is causal attention."""
+    count = call.spec.count
+    return "block_indices" not in call and "g_slc" in call and count is not None and count >= call.spec.rows
+
+
+def _gated(gated: list[tuple[Any, jax.Array]], padding: jax.Array | None, dtype: Any) -> jax.Array:
+    """Branches (B, T, H, Dv) times their gates (B|1, T, H), or 1; zeros where there is padding (B|1, T)."""
     with default_rules():
-        return _weighed(parts).astype(dtype)
+        return _weighed(gated, padding).astype(dtype)
 
 
 @jax.jit
-def _weighed(parts: list[tuple[Any, jax.Array]]) -> jax.Array:
-    wide = [out.astype(jnp.float32) for _, out in parts]
-    gates = [None if gate is None else gate.astype(jnp.float32)[..., None] for gate, _ in parts]
-    terms = [out if gate is None else gate * out for gate, out in zip(gates, wide, strict=True)]
+def _weighed(gated: list[tuple[Any, jax.Array]], padding: jax.Array | None) -> jax.Array:
+    def weighed(gate: jax.Array | None, out: jax.Array) -> jax.Array:
+        out = out.astype(jnp.float32)
+        if gate is None:
+            return out
+        gate = gate.astype(jnp.float32)
+        # what padding holds, such as nan, has no meaning
+        gate = gate if padding is None else jnp.where(padding[..., None], 0.0, gate)
+        return gate[..., None] * out
+
+    terms = [weighed(gate, out) for gate, out in gated]
     return sum(terms[1:], terms[0])
 
 
-def _with_compressed(call: Call, cu: Any, steps: Steps) -> Call:
+def _with_compressed(call: Call, steps: Steps) -> Call:
     """The call with compressed keys and values: the means of the blocks, where none are given."""
     if "compressed_key" in call:
         return call
-    arrays = dict(call.arrays)
+    arrays, spec = dict(call.arrays), call.spec
+    ends = {name: call[name] for name in ("cu_seqlens",) if name in call}
     for name in ("key", "value"):
-        pooled = pooling.canonicalise(call[name], cu, chunk_size=call.spec.block_size)
-        means = steps.run(MEAN_POOLING, pooled, takes_cfg=False)["out"][:, : call.spec.rows]
-        missing = call.spec.rows - means.shape[1]  # sequences that are all empty have no blocks, and a call has one
-        arrays[f"compressed_{name}"] = jnp.pad(means, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else means
-    return Call(call.spec, arrays, call.target)
+        pooled = Call(pooling.Spec(spec.block_size, spec.rows), {"x": call[name], **ends})
+        arrays[f"compressed_{name}"] = steps.run(MEAN_POOLING, pooled, takes_cfg=False)["out"]
+    return Call(spec, arrays, call.target)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _compressed_mask(block_size: int, packed: bool, where: Places) -> MaskInfo:
+def _compressed_mask(block_size: int, packed: bool, table: BlockTable) -> MaskInfo:
     """A query sees the blocks of its sequence that end where it does or before."""
-    last, at = where.starts + (block_size - 1), where.limits - 1
+    last, at = table.starts + (block_size - 1), table.limits - 1
     if not packed:
         return MaskInfo(at.shape[1], last.shape[1], q_pos=at, kv_pos=last)
-    ids = jnp.where(where.own_block >= 0, where.first, -1)
-    return MaskInfo(at.shape[1], last.shape[1], q_ids=ids, kv_ids=where.sequence, q_pos=at, kv_pos=last)
+    ids = jnp.where(table.own_block >= 0, table.first_row, -1)
+    return MaskInfo(at.shape[1], last.shape[1], q_ids=ids, kv_ids=table.first_row_of_block, q_pos=at, kv_pos=last)
 
 
-def _compressed_call(call: Call, where: Places, packed: bool) -> Call:
+def _compressed_call(call: Call, table: BlockTable) -> Call:
     """Attention to the compressed blocks."""
     tokens = (call[name] for name in ("query", "compressed_key", "compressed_value"))
-    mask = _compressed_mask(call.spec.block_size, packed, where)
+    mask = _compressed_mask(call.spec.block_size, "cu_seqlens" in call, table)
     return softmax.canonicalise(*tokens, mask_info=mask, causal=True, softmax_scale=call.spec.scale, return_lse=True)
 
 
 @partial(jax.jit, static_argnums=0)
-def _cache_mask(S: int, where: Places) -> MaskInfo:
+def _cache_mask(S: int, table: BlockTable) -> MaskInfo:
     """The keys of caches of different lengths, by where they stand."""
     keys = jnp.arange(S, dtype=jnp.int32)[None]
-    return MaskInfo(where.limits.shape[1], S, q_pos=where.limits - 1, kv_pos=keys)
+    return MaskInfo(table.limits.shape[1], S, q_pos=table.limits - 1, kv_pos=keys)
 
 
-def _dense_call(call: Call, where: Places, cu: Any, **options: Any) -> Call:
+def _dense_call(call: Call, table: BlockTable, **options: Any) -> Call:
     """Causal attention to the tokens themselves."""
     tokens = (call[name] for name in ("query", "key", "value"))
-    if cu is not None:
-        options["cum_seqlens_q"] = cu
+    if "cu_seqlens" in call:
+        options["cum_seqlens_q"] = call["cu_seqlens"][0]
     elif "kv_lengths" in call:
-        options["mask_info"] = _cache_mask(call["key"].shape[1], where)
+        options["mask_info"] = _cache_mask(call["key"].shape[1], table)
     return softmax.canonicalise(*tokens, causal=True, softmax_scale=call.spec.scale, **options)
 
 
-def _selected_branch(call: Call, where: Places, cu: Any, lse: Any, steps: Steps) -> jax.Array:
+def _selected_branch(call: Call, table: BlockTable, lse: Any, steps: Steps) -> jax.Array:
     """Attention to the blocks given, or to those that the compressed keys say."""
-    if "block_indices" not in call and call.spec.count is not None and call.spec.count >= call.spec.rows:
-        # every block is selected
-        return steps.run(FLASH_ATTENTION, _dense_call(call, where, cu), takes_cfg=False)["out"]
     indices = call.get("block_indices")
     if indices is None:
-        indices = steps.run(SELECT_BLOCKS, _selection(call, where, lse), takes_cfg=False)["indices"]
-    made = selected.Spec(call.spec.scale, call.spec.block_size)
+        indices = steps.run(SELECT_BLOCKS, _selection(call, table, lse), takes_cfg=False)["indices"]
     arrays = {name: call[name] for name in ("query", "key", "value")}
-    arrays |= {"starts": where.starts, "limits": where.limits}
-    arrays["indices"] = selected.table_rows(indices, call.get("block_counts", call.spec.count), where)
-    return steps.run(SELECTED_ATTENTION, Call(made, arrays))["out"]
+    arrays |= {"starts": table.starts, "limits": table.limits}
+    arrays["indices"] = selected.table_rows(indices, call.get("block_counts", call.spec.count), table)
+    return steps.run(SELECTED_ATTENTION, Call(selected.Spec(call.spec.scale, call.spec.block_size), arrays))["out"]
 
 
 def selecting_call(
@@ -290,20 +321,20 @@ def selecting_call(
     """Check a call of `select_blocks` and bring it to the form of a whole call, of which it is a part."""
     compressed_key = float_array("compressed_key", compressed_key)
     query, key, *_ = softmax.checked_tokens(query, compressed_key, compressed_key)
-    B, T, _, D = query.shape
+    query, scale = selected.scaled_query(query, softmax_scale)
+    B, T, _, _ = query.shape
     block_size, count = static_int("block_size", block_size, 1), static_int("block_counts", block_counts, 1)
     S = T if kv_lengths is None else max(T, key.shape[1] * block_size)
-    cu_seqlens, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
-    rows = block_rows(S, block_size, cu_seqlens)
-    if key.shape[1] not in (rows, rows - 1):
+    ends, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
+    rows, existing = block_rows(S, block_size, ends), existing_blocks(S, block_size, cu_seqlens)
+    if key.shape[1] not in _compressed_rows(existing, rows):
         raise ValueError(
-            f"compressed_key {compressed_key.shape} must have a row for each of the {rows} blocks of {T} tokens; "
+            f"compressed_key {compressed_key.shape} must have a row for each of the {existing} blocks of {T} tokens; "
             "queries that are the last tokens of more need kv_lengths"
         )
-    scale = D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     key = _with_rows(rows, key)
     arrays: dict[str, Any] = {"query": query, "compressed_key": key, "compressed_value": key}
-    arrays["cu_seqlens"] = None if cu_seqlens is None else jnp.asarray(cu_seqlens)[None]
+    arrays["cu_seqlens"] = None if ends is None else ends[None]
     arrays["kv_lengths"] = kv_lengths
     spec = Spec(scale, block_size, 0, count, count, rows)
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
@@ -311,11 +342,11 @@ def selecting_call(
 
 def run_selection(call: Call, steps: Steps) -> jax.Array:
     """The blocks (B, T, Hkv, count) that a whole call would select."""
-    where, cu = places_of(call)
-    lse = steps.run(FLASH_ATTENTION, _compressed_call(call, where, cu is not None), takes_cfg=False)["lse"]
-    return steps.run(SELECT_BLOCKS, _selection(call, where, lse))["indices"]
+    table = block_table_of(call)
+    lse = steps.run(FLASH_ATTENTION, _compressed_call(call, table), takes_cfg=False)["lse"]
+    return steps.run(SELECT_BLOCKS, _selection(call, table, lse))["indices"]
 
 
-def _selection(call: Call, where: Places, lse: jax.Array) -> Call:
+def _selection(call: Call, table: BlockTable, lse: jax.Array) -> Call:
     tokens = call["query"], call["compressed_key"], lse
-    return selection_call(*tokens, where, scale=call.spec.scale, count=call.spec.room)
+    return selection_call(*tokens, table, scale=call.spec.scale, count=call.spec.room)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.native_sparse.places import first_keys
+from ejkernel.kernels.native_sparse.block_table import first_keys
 from ejkernel.kernels.native_sparse.rows import cut_rows, joined_rows, over_rows
 from ejkernel.kernels.native_sparse.spec import Dimensions, dimensions
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient

@@ -47,16 +47,16 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     def best(rows: Arrays) -> jax.Array:
         query = rows["query"].reshape(B, -1, Hkv, H // Hkv, D)
         logits = jnp.einsum("bthgd,bnhd->bthgn", query, key, precision="highest", preferred_element_type=jnp.float32)
-        free = free_blocks(rows["first"], rows["own_block"], N)[:, :, None]
+        free = free_blocks(rows["first_row"], rows["own_block"], N)[:, :, None]
         lse = rows["lse"].reshape(B, -1, Hkv, H // Hkv, 1)
         weights = jnp.exp(jnp.where(free[..., None, :], call.spec.scale * logits - lse, -jnp.inf))
         weight, row = jax.lax.top_k(jnp.where(free, weights.sum(3), -1.0), chosen)
-        return jnp.where(weight >= 0, row - rows["first"][..., None, None], -1)
+        return jnp.where(weight >= 0, row - rows["first_row"][..., None, None], -1)
 
     rows = {
         "query": call["query"],
         "lse": call["lse"].swapaxes(1, 2),
-        "first": call["first"],
+        "first_row": call["first_row"],
         "own_block": call["own_block"],
     }
     return {"indices": assembled(call, over_rows(best, rows, min(config.block_q, T), {"own_block": -1}))}, {}

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import check_sizes_known, integers, misplaced
+from ejkernel.checks.arrays import check_sizes_known, integers, misplaced, traced_number
 from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
 from ejkernel.checks.options import flag, number, soft_cap, static_int
 from ejkernel.checks.values import check
@@ -164,9 +164,13 @@ def canonicalise(
     T, H, D = query.shape
     Hkv, P, L = _check_pages(query, pages, names)
     arrays |= {"sinks": _sinks(softmax_aux, H)}
-    arrays |= {"k_scale": cache_scale("k_scale", k_scale, Hkv), "v_scale": cache_scale("v_scale", v_scale, Hkv)}
+    scale, traced = _scale(softmax_scale, D)
+    k_scale, v_scale = cache_scale("k_scale", k_scale, Hkv), cache_scale("v_scale", v_scale, Hkv)
+    if traced is not None:  # it is as good as a factor of the keys
+        k_scale = traced * (jnp.ones(Hkv) if k_scale is None else k_scale)
+    arrays |= {"k_scale": k_scale, "v_scale": v_scale}
     spec = Spec(
-        scale=D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale),
+        scale=scale,
         tokens=tokens,
         causal=causal,
         window=_window(sliding_window),
@@ -183,6 +187,13 @@ def canonicalise(
     stand_ins = _stand_ins(present, tokens)
     arrays = {name: jnp.asarray(x)[None] for name, x in (present | stand_ins).items()}
     return Call(replace(spec, stands_in=bool(stand_ins)), arrays)
+
+
+def _scale(softmax_scale: Any, D: int) -> tuple[float, jax.Array | None]:
+    """The factor of the logits that is part of the program, and one that is traced."""
+    if isinstance(softmax_scale, jax.core.Tracer):
+        return 1.0, traced_number("softmax_scale", softmax_scale)
+    return D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale), None
 
 
 _MOST_SPLITS = 2**16

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.native_sparse.block_table import first_keys
 from ejkernel.kernels.native_sparse.lists import Entries, entries, tiling
-from ejkernel.kernels.native_sparse.places import first_keys
 from ejkernel.kernels.native_sparse.spec import dimensions
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.ops import Call, Implementation

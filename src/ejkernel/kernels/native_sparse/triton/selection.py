@@ -138,7 +138,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         call["query"],
         call["key"],
         call["lse"],
-        call["first"],
+        call["first_row"],
         call["own_block"],
         T,
         N,
@@ -158,7 +158,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         TILES=piece // config.blocks,
         CHOSEN=chosen,
         BEST=power_of_two(chosen, 2),
-        FIRST_B=call["first"].shape[0] > 1,
+        FIRST_B=call["first_row"].shape[0] > 1,
         OWN_BLOCK_B=call["own_block"].shape[0] > 1,
         PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
     )

@@ -1,4 +1,4 @@
-"""Where tokens live: the table of key blocks, and of each query its block and the keys it may see."""
+"""The table of key blocks: where each begins, and of each query its own block and the keys it may see."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,39 +14,34 @@ from ejkernel.ops.autodiff import default_rules
 from ejkernel.types.segments import searched
 
 
-class Places(NamedTuple):
+class BlockTable(NamedTuple):
     """All int32. The blocks of packed sequences follow each other in one table.
 
     Attributes:
         starts: the first key of every block, in rising order: (B|1, N). One that does not exist starts at S.
-        first: of each query, the row of the table where its sequence begins: (B|1, T).
+        first_row: of each query, the row of the table where its sequence begins: (B|1, T).
         own_block: of each query, its block, counted from there; -1 for padding: (B|1, T).
         limits: of each query, the key behind the last it may see; 0 for padding: (B|1, T).
-        sequence: of each block, the row of the table where its sequence begins: (B|1, N).
+        first_row_of_block: of each block, the row of the table where its sequence begins: (B|1, N).
     """
 
     starts: jax.Array
-    first: jax.Array
+    first_row: jax.Array
     own_block: jax.Array
     limits: jax.Array
-    sequence: jax.Array
+    first_row_of_block: jax.Array
 
 
-def places(
-    T: int, S: int, block_size: int, cu_seqlens: Any = None, kv_lengths: Any = None, rows: int | None = None
-) -> Places:
-    """The places of T queries, the last of the S keys; of packed sequences; or at the end of caches of some length.
-
-    `rows` of the table are what was counted before, where the lengths of packed sequences were known.
-    """
-    rows = block_rows(S, block_size, cu_seqlens) if rows is None else rows
+def block_table(T: int, S: int, block_size: int, cu_seqlens: Any = None, kv_lengths: Any = None) -> BlockTable:
+    """The table for T queries, the last of the S keys; of packed sequences; or at the end of caches of some length."""
     cu_seqlens, kv_lengths = (None if x is None else jnp.asarray(x, jnp.int32) for x in (cu_seqlens, kv_lengths))
     with default_rules():
-        return _places(T, S, block_size, rows, cu_seqlens, kv_lengths)
+        return _block_table(T, S, block_size, cu_seqlens, kv_lengths)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _places(T: int, S: int, block_size: int, rows: int, cu_seqlens: Any, kv_lengths: Any) -> Places:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _block_table(T: int, S: int, block_size: int, cu_seqlens: Any, kv_lengths: Any) -> BlockTable:
+    rows = block_rows(S, block_size, cu_seqlens)
     if cu_seqlens is not None:
         return _packed(cu_seqlens, S, block_size, rows)
     starts = np.arange(rows, dtype=np.int32)[None] * block_size
@@ -55,7 +50,19 @@ def _places(T: int, S: int, block_size: int, rows: int, cu_seqlens: Any, kv_leng
     real = position >= 0
     own_block = jnp.where(real, position // block_size, -1)
     limits = jnp.where(real, position + 1, 0)
-    return Places(jnp.asarray(starts), jnp.zeros_like(own_block), own_block, limits, jnp.zeros_like(starts))
+    return BlockTable(jnp.asarray(starts), jnp.zeros_like(own_block), own_block, limits, jnp.zeros_like(starts))
+
+
+def block_table_of(call: Call) -> BlockTable:
+    """The table of a call of native sparse attention, or of one that only selects blocks."""
+    spec, T = call.spec, call["query"].shape[1]
+    cu_seqlens = call["cu_seqlens"][0] if "cu_seqlens" in call else None
+    S = T
+    if "key" in call:
+        S = call["key"].shape[1]
+    elif "kv_lengths" in call:  # a cache with as many keys as there are blocks for
+        S = max(T, spec.rows * spec.block_size)
+    return block_table(T, S, spec.block_size, cu_seqlens, call.get("kv_lengths"))
 
 
 def first_keys(starts: jax.Array, indices: jax.Array, none: int) -> jax.Array:
@@ -64,42 +71,33 @@ def first_keys(starts: jax.Array, indices: jax.Array, none: int) -> jax.Array:
     return jnp.where(indices >= 0, jax.vmap(lambda row, at: row[jnp.maximum(at, 0)])(table, indices), none)
 
 
-def places_of(call: Call) -> tuple[Places, jax.Array | None]:
-    """The places of a whole call, or of one that only selects, and its packed sequences (N + 1,) if it has such."""
-    spec, T = call.spec, call["query"].shape[1]
-    cu = call["cu_seqlens"][0] if "cu_seqlens" in call else None
-    # without keys, a cache has as many as there are blocks for
-    S = (
-        call["key"].shape[1]
-        if "key" in call
-        else T
-        if "kv_lengths" not in call
-        else max(T, spec.rows * spec.block_size)
-    )
-    return places(T, S, spec.block_size, cu, call.get("kv_lengths"), spec.rows), cu
-
-
 def block_rows(S: int, block_size: int, cu_seqlens: Any = None) -> int:
-    """Rows of the table; with traced `cu_seqlens` the most there can be."""
+    """Rows of the table: of packed sequences the most there can be, so that other lengths compile nothing."""
     if cu_seqlens is None:
         return -(-S // block_size)
-    values = concrete(cu_seqlens)
+    return max(1, max_packed_chunks(S, cu_seqlens.shape[-1] - 1, block_size))
+
+
+def existing_blocks(S: int, block_size: int, cu_seqlens: Any = None) -> int:
+    """How many blocks there are, where the lengths of packed sequences are known; else the rows of the table."""
+    values = None if cu_seqlens is None else concrete(cu_seqlens)
     if values is None:
-        return max(1, max_packed_chunks(S, cu_seqlens.shape[-1] - 1, block_size))
+        return block_rows(S, block_size, cu_seqlens)
     return max(1, int((-(-np.diff(values) // block_size)).sum()))
 
 
-def _packed(cu: jax.Array, S: int, block_size: int, rows: int) -> Places:
-    pieces = packed_chunks(cu[None], block_size, rows)
+def _packed(cu: jax.Array, S: int, block_size: int, rows: int) -> BlockTable:
+    chunks = packed_chunks(cu[None], block_size, rows)
     token = jnp.arange(S, dtype=jnp.int32)
     sequence = searched(cu, token) - 1
     real = sequence < cu.shape[0] - 1
     sequence = jnp.minimum(sequence, cu.shape[0] - 2)
-    first = jnp.where(real, pieces.first_row[0, sequence], 0)
+    first_row = jnp.where(real, chunks.first_row[0, sequence], 0)
     own_block = jnp.where(real, (token - cu[sequence]) // block_size, -1)
-    starts = jnp.where(pieces.start < pieces.end, pieces.start, S)
-    begins = jnp.take(pieces.first_row[0], pieces.sequence)
-    return Places(starts, first[None], own_block[None], jnp.where(real, token + 1, 0)[None], begins)
+    starts = jnp.where(chunks.start < chunks.end, chunks.start, S)
+    first_row_of_block = jnp.take(chunks.first_row[0], chunks.sequence)
+    limits = jnp.where(real, token + 1, 0)
+    return BlockTable(starts, first_row[None], own_block[None], limits[None], first_row_of_block)
 
 
 def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> tuple[Any, Any]:
@@ -112,10 +110,7 @@ def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> t
                 f"cu_seqlens packs sequences into one row of as many queries as keys; there are {B} rows of "
                 f"{T} queries and {S} keys"
             )
-        values = concrete(cu_seqlens)
-        checked = cumulative_lengths("cu_seqlens", cu_seqlens, T, values=values)
-        # host values stay there: they say how many blocks there are
-        return (checked if values is None else np.asarray(values, np.int32)), None
+        return cumulative_lengths("cu_seqlens", cu_seqlens, T, values=concrete(cu_seqlens)), None
     if kv_lengths is not None:
         lengths = lengths_array("kv_lengths", kv_lengths, S)
         if lengths.shape[0] not in (1, B):
