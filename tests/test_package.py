@@ -1,6 +1,8 @@
 """The package as a whole: what importing it costs and pulls in, and the shape of its files."""
 
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import ejkernel.modules
 import ejkernel.operators
 import ejkernel.ops
 import ejkernel.types
+import stubs
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -104,6 +107,11 @@ def test_public_functions_and_types_are_at_the_top():
         for name in room.__all__:
             assert getattr(ejkernel, name) is getattr(room, name)
             assert name in dir(ejkernel)
+    public = {"autotune", "explain", "interpret", "use_config", *ejkernel.modules.__all__, *ejkernel.types.__all__}
+    assert set(ejkernel.__all__) == public and set(dir(ejkernel)) == {*public, "__version__"}
+    taken: dict[str, object] = {}
+    exec("from ejkernel import *", taken)
+    assert set(taken) - {"__builtins__"} == public
     with pytest.raises(AttributeError, match="module 'ejkernel' has no attribute 'flash_atention'"):
         ejkernel.flash_atention  # noqa: B018
 
@@ -121,6 +129,22 @@ for name in ("__version__", "ops", "use_config", "flash_attention"):
         "use_config jax ejkernel.ops",
         "flash_attention jax ejkernel.ops ejkernel.modules",
     ]
+
+
+@pytest.mark.parametrize("name", ejkernel.modules.__all__)
+def test_help_can_be_read(name):
+    lines = pydoc.plain(pydoc.render_doc(getattr(ejkernel, name))).splitlines()
+    assert max(map(len, lines)) <= 120
+    parameters = list(inspect.signature(getattr(ejkernel, name)).parameters)
+    told = [line.strip().split(":")[0] for line in lines[3 : 3 + len(parameters) + 1]]
+    assert set(parameters) <= set(told) | {line.strip().split("=")[0] for line in lines}
+    signature = " ".join(lines[: lines.index(next(line for line in lines if line.startswith(") -> ")))])
+    assert "jaxlib" not in signature and "jaxtyping" not in signature and "<class" not in signature
+
+
+@pytest.mark.parametrize("path", stubs.stubs(), ids=lambda path: path.name)
+def test_stubs_are_current(path):
+    assert path.read_text() == stubs.stubs()[path], "python tests/stubs.py --write"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))

@@ -14,6 +14,7 @@ from ejkernel.modules.native_sparse import native_sparse_attention, select_block
 from ejkernel.modules.paged import page_attention, prefill_page_attention, ragged_page_attention
 from ejkernel.modules.ring import ring_attention
 from ejkernel.modules.sdpa import scaled_dot_product_attention
+from ejkernel.modules.signatures import show_signatures
 
 __all__ = [
     "attention",
@@ -40,3 +41,5 @@ __all__ = [
     "write_interleaved_kv_pages",
     "write_kv_pages",
 ]
+
+show_signatures(globals()[name] for name in __all__)

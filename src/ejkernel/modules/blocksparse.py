@@ -33,7 +33,7 @@ def blocksparse_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention over selected blocks: what is not selected is neither read nor computed.
 
     Args:

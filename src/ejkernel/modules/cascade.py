@@ -27,7 +27,7 @@ def cascade_attention(
     return_lse: bool = False,
     platform: str | None = None,
     cfg: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`page_attention` for sequences that begin alike: their common prefix is read once, not once per sequence.
 
     The queries of all sequences attend together over the prefix, each over its own rest, and both parts are merged by

@@ -31,7 +31,7 @@ def decode_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one new token per sequence over a flat buffer that all sequences share.
 
     Forward only.
@@ -93,7 +93,7 @@ def ragged_decode_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one new token per sequence over contiguous caches, each valid from a start to an end.
 
     Forward only. Keys outside `[sequence_start, sequence_end)` are neither read nor counted, whatever they hold.

@@ -31,7 +31,7 @@ def dot_product_attention(
     dtype: Any = None,
     precision: Any = None,
     module: None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention`: its signature and its meaning, on the kernels of `flash_attention`.
 
     It differs in two things. A row that sees no key gives zeros and a residual of -inf (jax.nn: the mean of all values,

@@ -38,7 +38,7 @@ def flash_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention that never forms the matrix of logits.
 
     The logits are `scale * q.k`, plus bias, through the soft cap, then masked; sinks join the denominator once.

@@ -30,7 +30,7 @@ def recurrent_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention without softmax, whose past is one matrix a head: the state.
 
     For every token, with all decays given as logarithms:
@@ -119,7 +119,7 @@ def gla_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Gated linear attention: `recurrent_attention` whose decays are those of key channels, or of heads.
 
     Args:
@@ -172,7 +172,7 @@ def lightning_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Lightning attention: `recurrent_attention` with a fixed decay per head.
 
     Head `h` of `H` forgets by `exp(-(8 / H) * (1 - layer_idx / num_layers) * h)` a token: head 0 nothing, and all

@@ -129,7 +129,7 @@ def selected_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal softmax attention to the key blocks that each query names; with `block_size=1`, to the tokens.
 
     Args:

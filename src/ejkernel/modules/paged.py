@@ -38,7 +38,7 @@ def page_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of each sequence's newest tokens over its pages of a key-value cache: decoding.
 
     Forward only. Lengths and tables are read on the device: changing them compiles nothing. Only the pages of a
@@ -184,7 +184,7 @@ def prefill_page_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one sequence's newest chunk over its pages, which hold the chunk's own keys already.
 
     Forward only.

@@ -36,7 +36,7 @@ def ring_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over sequences whose tokens are split over devices: `flash_attention` for long ones.
 
     The result is that of `flash_attention` on one device, dropout included; so are the gradients. No device ever has

@@ -1,0 +1,133 @@
+"""Made by tests/stubs.py from decode.py."""
+
+from typing import Any, Literal, overload
+
+import jax
+from jaxtyping import Array, Float, Int
+
+@overload
+def decode_attention(
+    query: Float[Array, "B H D"],
+    key_buffer: jax.Array,
+    value_buffer: jax.Array,
+    req_to_tokens: Int[Array, "B W"],
+    seq_lens: Int[Array, " B"],
+    *,
+    page_size: int = 1,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_aux: Float[Array, "..."] | None = None,
+    num_splits: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array: ...
+@overload
+def decode_attention(
+    query: Float[Array, "B H D"],
+    key_buffer: jax.Array,
+    value_buffer: jax.Array,
+    req_to_tokens: Int[Array, "B W"],
+    seq_lens: Int[Array, " B"],
+    *,
+    page_size: int = 1,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_aux: Float[Array, "..."] | None = None,
+    num_splits: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def decode_attention(
+    query: Float[Array, "B H D"],
+    key_buffer: jax.Array,
+    value_buffer: jax.Array,
+    req_to_tokens: Int[Array, "B W"],
+    seq_lens: Int[Array, " B"],
+    *,
+    page_size: int = 1,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_aux: Float[Array, "..."] | None = None,
+    num_splits: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@overload
+def ragged_decode_attention(
+    query: Float[Array, "..."],
+    key: jax.Array,
+    value: jax.Array,
+    sequence_start: Int[Array, " B"],
+    sequence_end: Int[Array, " B"],
+    softmax_aux: Float[Array, "..."] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: Literal[False] = False,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array: ...
+@overload
+def ragged_decode_attention(
+    query: Float[Array, "..."],
+    key: jax.Array,
+    value: jax.Array,
+    sequence_start: Int[Array, " B"],
+    sequence_end: Int[Array, " B"],
+    softmax_aux: Float[Array, "..."] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: Literal[True],
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ragged_decode_attention(
+    query: Float[Array, "..."],
+    key: jax.Array,
+    value: jax.Array,
+    sequence_start: Int[Array, " B"],
+    sequence_end: Int[Array, " B"],
+    softmax_aux: Float[Array, "..."] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
