@@ -19,6 +19,6 @@ def results(q: jax.Array, cu_seqlens: jax.Array, flag: bool) -> None:
     assert_type(recurrent_attention(q, q, q, cu_seqlens=cu_seqlens, return_state=True), Pair)
     assert_type(ejkernel.dot_product_attention(q, q, q, return_residual=True), Pair)
     assert_type(ejkernel.attention(q, q, q), Pair)
-    assert_type(ejkernel.mean_pooling(q, 4), jax.Array)
+    assert_type(ejkernel.mean_pooling(q, cu_seqlens, chunk_size=4), jax.Array)
     assert_type(ejkernel.MaskInfo(4, 4).apply_causal(), ejkernel.MaskInfo)
     ejkernel.flash_attention(q, q, q, causl=True)  # pyright: ignore[reportCallIssue]
