@@ -1,7 +1,8 @@
 """Keep generated tables in Markdown files current: `python -m benchmarks.readme_tables --write` or `--check`.
 
 The support table of an operation stands between `<!-- support:OPERATION -->` and `<!-- /support -->`. What was measured
-stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->`, from `benchmarks/results/NAME.json` where that is.
+stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->`, from `benchmarks/results/NAME.json` where that is,
+and what that comes to in a few lines between `<!-- summary:NAME -->` and `<!-- /summary -->`.
 Rooflines stand between `<!-- roofline:FAMILY -->` and `<!-- /roofline -->`.
 """
 
@@ -19,6 +20,7 @@ from ejkernel.ops import support_table
 
 FAMILIES = Path(ejkernel.__file__).parent / "kernels"
 RESULTS = Path(__file__).parent / "results"
+NOTES = Path(__file__).parents[1] / "docs" / "notes"
 
 
 def replace_sections(text: str, kind: str, make: Callable[[str], str | None]) -> str:
@@ -41,6 +43,16 @@ def _measured(name: str) -> str | None:
     return report.markdown(report.load(path)) if path.exists() else None
 
 
+def _summary(name: str) -> str | None:
+    path = RESULTS / f"{name}.json"
+    return report.summary(report.load(path)) if path.exists() else None
+
+
+def pages() -> list[Path]:
+    """The files that have such tables."""
+    return sorted([*FAMILIES.glob("*/README.md"), *NOTES.glob("*.md")])
+
+
 def _bounds(family: str) -> str | None:
     roofline = families()[family].roofline
     return None if roofline is None else roofline().table
@@ -52,7 +64,7 @@ def outdated(paths: list[Path], *, write: bool) -> list[Path]:
     for path in paths:
         old = path.read_text()
         new = replace_sections(replace_sections(old, "support", support_table), "benchmark", _measured)
-        new = replace_sections(new, "roofline", _bounds)
+        new = replace_sections(replace_sections(new, "summary", _summary), "roofline", _bounds)
         if new != old:
             found.append(path)
             if write:
@@ -62,12 +74,12 @@ def outdated(paths: list[Path], *, write: bool) -> list[Path]:
 
 def main(
     files: Annotated[
-        list[Path] | None, typer.Argument(exists=True, dir_okay=False, help="Default: the families' READMEs.")
+        list[Path] | None, typer.Argument(exists=True, dir_okay=False, help="Default: the families' READMEs and notes.")
     ] = None,
     write: Annotated[bool, typer.Option("--write/--check", help="Correct the files, or only report.")] = False,
 ) -> None:
     """Regenerate the tables, or exit with 1 where one is not current."""
-    paths = files or sorted(FAMILIES.glob("*/README.md"))
+    paths = files or pages()
     changed = outdated(paths, write=write)
     for path in changed:
         print(f"{'wrote' if write else 'not current:'} {path}")

@@ -330,6 +330,21 @@ def grids(found: Document) -> list[Grid]:
     return [*speeds(found), *memories(found), costs(found)]
 
 
+def summary(found: Document) -> str:
+    """Our speed over the best peer's, least to most and in how many cases: a line for each group."""
+    passes = list(dict.fromkeys(result["what"] for result in found["results"]))
+    lines = [f"| {' | '.join(['cases', *passes])} |", "|" + " --- |" * (len(passes) + 1)]
+    for group in dict.fromkeys(facts["group"] for facts in found["cases"].values()):
+        cells = []
+        for what in passes:
+            rows = _speed_rows(found, group, what)
+            ratios = sorted(float(row[-1].text) for row in rows if row[-1].text)
+            least_to_most = " - ".join(f"{ratio:.2f}" for ratio in dict.fromkeys([*ratios[:1], *ratios[-1:]]))
+            cells.append(f"{least_to_most}x ({len(ratios)})" if ratios else "no peer" if rows else "")
+        lines.append(f"| {' | '.join([group, *cells])} |")
+    return "\n".join([f"{where(found)}.", "", *lines])
+
+
 def markdown(found: Document) -> str:
     """The tables for a README."""
     parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` took (two: forward, backward)."]

@@ -6,12 +6,13 @@ import re
 from typer.testing import CliRunner
 
 from benchmarks import readme_tables as tables
+from benchmarks.reporting import report
 from benchmarks.reporting.report import SCHEMA
 from ejkernel.ops import list_operations, support_table
 
 
 def test_tables_are_current():
-    found = tables.outdated(sorted(tables.FAMILIES.glob("*/README.md")), write=False)
+    found = tables.outdated(tables.pages(), write=False)
     assert not found, f"run `make tables`: {found}"
 
 
@@ -53,6 +54,12 @@ def test_what_was_measured_comes_from_its_file(tmp_path, monkeypatch):
     (tmp_path / "softmax_abacus.json").write_text(json.dumps(found))
     assert tables.outdated([readme], write=True) == [readme]
     assert "abacus" in readme.read_text() and "- fingers: not installed\n<!-- /benchmark -->" in readme.read_text()
+
+
+def test_a_summary_has_the_range_of_each_group():
+    lines = report.summary(report.load(tables.RESULTS / "paged_nvidia_h200.json")).splitlines()
+    assert lines[0].startswith("1 x nvidia_h200") and lines[2:4] == ["| cases | forward |", "| --- | --- |"]
+    assert lines[4:] == ["| decode | 0.99 - 1.51x (5) |", "| mixed | no peer |"]
 
 
 def test_sections_of_other_kinds_are_left_alone():

@@ -59,6 +59,18 @@ def test_everything_public_is_in_the_reference():
     assert names and {f"ejkernel.torch.{name}" for name in names} <= told
 
 
+def test_the_glossary_names_what_is_there():
+    page = (DOCS / "glossary.md").read_text()
+    nouns = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
+    nouns = [noun for noun in nouns if noun not in ("noun", "---")]
+    assert len(set(nouns)) == len(nouns)
+    assert {"`Dims`", "`Spec`", "`Call`", "`Plan`", "`Config`", "`Target`", "`Shards`", "chunk", "sub-block"} <= set(
+        nouns
+    )
+    for path in re.findall(r"`((?:src|benchmarks)[\w/]*(?:\.\w+)?)`", page):
+        assert (ROOT / path).exists(), path
+
+
 def test_every_example_is_shown():
     page = (DOCS / "examples.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):

@@ -109,7 +109,7 @@ SPLITS = Splits(
     otherwise=dict.fromkeys(("T", "S"), "ring_attention splits lengths"),
 )
 
-# where nothing near was measured; Hopper's by 28 odd calls on an H200 (hopper.md)
+# where nothing near was measured; Hopper's by 28 odd calls on an H200 (docs/notes/hopper.md)
 PREFERENCE = {
     "cpu": ("xla",),
     "gpu": ("cudnn", "cute", "pallas", "triton", "xla"),
