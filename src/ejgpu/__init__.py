@@ -3,12 +3,17 @@
 New code does better with `ejkernel.modules`, which has more options and one layout.
 """
 
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.checks.arrays import float_array, integers
+from ejgpu.xla_utils import checked_starts
+from ejkernel.checks.arrays import concrete, float_array, integers
+from ejkernel.checks.names import errors_as_called
 from ejkernel.checks.options import static_int
 from ejkernel.checks.values import check_rows
 from ejkernel.modules import (
@@ -32,6 +37,18 @@ __all__ = [
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 DROPOUT_SEED = 0
+
+# what `ejkernel.modules` calls the arguments of these functions
+ARGUMENTS = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "cum_seqlens_q": "cu_seqlens_q",
+    "cum_seqlens_k": "cu_seqlens_k",
+    "cu_q": "cu_seqlens_q",
+    "cu_kv": "cu_seqlens_k",
+    "sequence_end": "cache_seqlens",
+}
 
 Layout = Literal["bshd", "bhsd", "thd"]
 OutAndState = tuple[jax.Array, jax.Array]
@@ -67,8 +84,8 @@ def flash_attn_varlen(
             distance between query and key with their ends aligned. Makes an array of q_len x k_len.
         cu_seqlens_q: `(sequences + 1,)`, where each sequence of "thd" begins, and where the last one ends.
         cu_seqlens_k: the same for keys; default: that of the queries.
-        max_seqlens_q: a bound of the lengths. A longer sequence is an error, where the lengths are on the host or
-            `EJKERNEL_CHECKS=1`.
+        max_seqlens_q: a bound of the lengths. A longer sequence is an error, unless the lengths are traced;
+            `EJKERNEL_CHECKS=1` finds it there too.
         max_seqlens_k: the same for keys.
 
     Returns:
@@ -84,24 +101,26 @@ def flash_attn_varlen(
     if layout == "bhsd":
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     T, S = q.shape[-3], k.shape[-3]
-    keys_at = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, starts, tokens in (("cu_seqlens_q", cu_seqlens_q, T), ("cu_seqlens_k", cu_seqlens_k, S)):
+        if starts is not None:
+            checked_starts(name, starts, tokens)
     _check_longest("max_seqlens_q", max_seqlens_q, T, cu_seqlens_q)
-    _check_longest("max_seqlens_k", max_seqlens_k, S, keys_at)
-    if alibi_slopes is not None:
-        far = _alibi(alibi_slopes, q.shape[-2], T, S, cu_seqlens_q, cu_seqlens_k)
-        b = far if b is None else far + b.astype(jnp.float32).reshape((1,) * (4 - b.ndim) + b.shape)
-    out = flash_attention(
-        q,
-        k,
-        v,
-        b,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        softmax_scale=sm_scale,
-        dropout_prob=dropout_p,
-        dropout_seed=DROPOUT_SEED if dropout_p else None,
-        causal=causal,
-    )
+    _check_longest("max_seqlens_k", max_seqlens_k, S, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    with _errors_as_called(softmax_scale="sm_scale", dropout_prob="dropout_p", bias="b"):
+        if alibi_slopes is not None:
+            b = _add_alibi(b, alibi_slopes, q.shape[-2], T, S, cu_seqlens_q, cu_seqlens_k)
+        out = flash_attention(
+            q,
+            k,
+            v,
+            b,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            softmax_scale=sm_scale,
+            dropout_prob=dropout_p,
+            dropout_seed=DROPOUT_SEED,
+            causal=causal,
+        )
     return jnp.swapaxes(out, 1, 2) if layout == "bhsd" else out
 
 
@@ -120,7 +139,9 @@ def flash_attn_varlen_decode(
     >>> flash_attn_varlen_decode(jnp.ones((2, 1, 4, 16)), cache, cache, cache_seqlens=jnp.array([50, 9])).shape
     (2, 1, 4, 16)
     """
-    return ragged_decode_attention(q, k, v, jnp.zeros(q.shape[0], jnp.int32), cache_seqlens, softmax_scale=sm_scale)
+    with _errors_as_called(softmax_scale="sm_scale"):
+        starts = np.zeros(q.shape[0], np.int32)  # on the host: lengths there are checked beside it
+        return ragged_decode_attention(q, k, v, starts, cache_seqlens, softmax_scale=sm_scale)
 
 
 def recurrent(
@@ -145,7 +166,9 @@ def recurrent(
     """
     gates = {"g": g, "g_gamma": g_gamma, "gk": gk, "gv": gv}
     options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
-    return recurrent_attention(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    with _errors_as_called(softmax_scale="scale"):
+        _check_packed(q, cu_seqlens)
+        return recurrent_attention(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
 
 
 def recurrent_gla(
@@ -166,7 +189,9 @@ def recurrent_gla(
     (2, 100, 4, 16)
     """
     options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
-    return gla_attention(q, k, v, g, g_gamma, initial_state, cu_seqlens, **options)
+    with _errors_as_called(softmax_scale="scale"):
+        _check_packed(q, cu_seqlens)
+        return gla_attention(q, k, v, g, g_gamma, initial_state, cu_seqlens, **options)
 
 
 def lightning_attn(
@@ -188,7 +213,9 @@ def lightning_attn(
     """
     options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
     layer = {"layer_idx": layer_idx, "num_layers": num_layers}
-    return lightning_attention(q, k, v, initial_state, cu_seqlens, **layer, **options)
+    with _errors_as_called(softmax_scale="scale"):
+        _check_packed(q, cu_seqlens)
+        return lightning_attention(q, k, v, initial_state, cu_seqlens, **layer, **options)
 
 
 def native_spare_attention(
@@ -214,20 +241,33 @@ def native_spare_attention(
     >>> native_spare_attention(q, k, k, block_indices=blocks, block_size=16).shape
     (1, 64, 16, 32)
     """
-    return native_sparse_attention(
-        q,
-        k,
-        v,
-        g_cmp,
-        g_slc,
-        block_indices,
-        block_counts,
-        cu_seqlens,
-        g_swa=g_swa,
-        block_size=block_size,
-        window_size=window_size,
-        softmax_scale=scale,
-    )
+    with _errors_as_called(softmax_scale="scale"):
+        return native_sparse_attention(
+            q,
+            k,
+            v,
+            g_cmp,
+            g_slc,
+            block_indices,
+            block_counts,
+            cu_seqlens,
+            g_swa=g_swa,
+            block_size=block_size,
+            window_size=window_size,
+            softmax_scale=scale,
+        )
+
+
+def _check_packed(q: jax.Array, cu_seqlens: jax.Array | None) -> None:
+    if cu_seqlens is not None and jnp.ndim(q) >= 3:
+        checked_starts("cu_seqlens", cu_seqlens, q.shape[-3])
+
+
+@contextmanager
+def _errors_as_called(**renamed: str) -> Iterator[None]:
+    """Errors raised inside name arguments as these functions do; `renamed` are the names that one of them has."""
+    with errors_as_called(ARGUMENTS | renamed):
+        yield
 
 
 def _check_layout(layout: str, arrays: dict[str, jax.Array], cu_q: object, cu_k: object) -> None:
@@ -244,7 +284,7 @@ def _check_layout(layout: str, arrays: dict[str, jax.Array], cu_q: object, cu_k:
 
 
 def _check_longest(name: str, bound: int | None, length: int, cu: jax.Array | None) -> None:
-    """ValueError where a sequence is longer than its caller says: lengths on a device are seen as all checks are."""
+    """ValueError where a sequence is longer than its caller says."""
     if bound is None:
         return
     bound = static_int(name, bound, 0)
@@ -252,8 +292,24 @@ def _check_longest(name: str, bound: int | None, length: int, cu: jax.Array | No
         raise ValueError(f"{name}={bound}, but sequences have {length} tokens")
     if cu is not None:
         starts = integers(name.replace("max", "cu"), cu, 1)
+        with jax.transfer_guard("allow"):  # values on a device are read on purpose
+            values = concrete(starts)
+        starts = starts if values is None else values
         lengths = starts[1:] - starts[:-1]
         check_rows(lengths, lengths > bound, f"{name}={bound}, but a sequence has more tokens")
+
+
+def _add_alibi(
+    bias: jax.Array | None, slopes: jax.Array, heads: int, T: int, S: int, cu_q: Any, cu_k: Any
+) -> jax.Array:
+    distances = _alibi(slopes, heads, T, S, cu_q, cu_k)
+    if bias is None:
+        return distances
+    bias = float_array("bias", bias).astype(jnp.float32)
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape[1:], (heads, T, S), strict=True)):
+        raise ValueError(f"bias {bias.shape} does not broadcast to (batch, {heads}, {T}, {S})")
+    return distances + bias.reshape(shape)
 
 
 def _alibi(slopes: jax.Array, heads: int, T: int, S: int, cu_q: jax.Array | None, cu_k: jax.Array | None) -> jax.Array:
@@ -264,14 +320,15 @@ def _alibi(slopes: jax.Array, heads: int, T: int, S: int, cu_q: jax.Array | None
     slopes = slopes.reshape(-1, heads)
     if cu_q is None:
         q, k = jnp.arange(S - T, S), jnp.arange(S)
-        of_queries = slopes[:, :, None]  # (B|1, H, 1)
+        query_slopes = slopes[:, :, None]  # (B|1, H, 1)
     else:
         packed = MaskInfo.from_cu_seqlens(cu_q, cu_k, max_q_len=T, max_kv_len=S)
         q, k = packed.q_positions[0], packed.kv_positions[0]
         sequences = len(cu_q) - 1
         if slopes.shape[0] not in (1, sequences):
             raise ValueError(f"alibi_slopes {slopes.shape} must be ({heads},) or ({sequences}, {heads}), by sequence")
-        each = jnp.broadcast_to(slopes, (sequences, heads))
-        of_queries = each[jnp.maximum(packed.q_segment_ids[0], 0)].T[None]  # (1, H, T); padding sees nothing anyway
+        sequence_slopes = jnp.broadcast_to(slopes, (sequences, heads))
+        # (1, H, T); that of padding does not matter, since padding sees nothing
+        query_slopes = sequence_slopes[jnp.maximum(packed.q_segment_ids[0], 0)].T[None]
     distance = jnp.abs(q[:, None] - k[None, :]).astype(jnp.float32)
-    return -of_queries[..., None] * distance[None, None]
+    return -query_slopes[..., None] * distance[None, None]

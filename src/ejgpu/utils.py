@@ -29,7 +29,8 @@ __all__ = [
     "varlen_input_helper",
 ]
 
-_calls = itertools.count()
+# default seeds of `numeric_gen`
+_default_seeds = itertools.count()
 
 
 # Example inputs -----------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def varlen_input_helper(
     *,
     seed: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, AttentionMetadata]:
-    """Random q, k and v of packed sequences, `(tokens, heads, head_dim)`, and where the sequences lie.
+    """Random q, k and v of packed sequences, `(tokens, heads, head_dim)`, and where each sequence begins.
 
     Args:
         batch_size: how many sequences.
@@ -75,8 +76,8 @@ def varlen_input_helper(
     random = np.random.default_rng(seed)
     lengths = []
     for name, total in (("qseqlen", qseqlen), ("kseqlen", kseqlen)):
-        most = static_int(name, total, static_int("batch_size", batch_size, 1)) // batch_size
-        lengths.append(np.full(batch_size, most) if equal_seqlens else random.integers(1, most + 1, batch_size))
+        longest = static_int(name, total, static_int("batch_size", batch_size, 1)) // batch_size
+        lengths.append(np.full(batch_size, longest) if equal_seqlens else random.integers(1, longest + 1, batch_size))
     starts = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in lengths]
     shapes = [(starts[0][-1], qheads, head_dim), *[(starts[1][-1], kvheads, head_dim)] * 2]
     q, k, v = (jnp.asarray(random.standard_normal(shape, np.float32), dtype) for shape in shapes)
@@ -101,7 +102,7 @@ def numeric_gen(
     draw = getattr(jax.random, method, None)
     if not callable(draw) or method.startswith("_"):
         raise ValueError(f"method {method!r} is not a function of jax.random")
-    drawn: Any = draw(jax.random.key(next(_calls) if seed is None else seed), shape, dtype=dtype)
+    drawn: Any = draw(jax.random.key(next(_default_seeds) if seed is None else seed), shape, dtype=dtype)
     return drawn
 
 
@@ -115,8 +116,8 @@ def generate_block_indices(
 ) -> jax.Array:
     """Random blocks for every token to see: `(batch, length, kv_heads, blocks)` int32, in order.
 
-    Every token has its own block among them; all lie at or before it. Where there are fewer, the rest is filled with
-    `sequence_length`, which stands for none.
+    The block of the token itself is among them; the others lie before it. Where a token has fewer blocks to choose
+    from, `sequence_length` fills the remaining entries and stands for no block.
 
     >>> indices = generate_block_indices(1, 64, 1, 2, 16)
     >>> indices[0, [0, 63], 0].tolist()[0]
@@ -125,14 +126,13 @@ def generate_block_indices(
     sizes = {"batch_size": batch_size, "kv_heads": kv_heads, "num_blocks_per_token": num_blocks_per_token}
     B, H, K = (static_int(name, size, 1) for name, size in sizes.items())
     T, block = static_int("sequence_length", sequence_length, 1), static_int("block_size", block_size, 1)
-    own_block = (np.arange(T) // block)[:, None, None]  # (T, 1, 1)
-    blocks = np.arange(own_block[-1, 0, 0] + 1)
+    token_block = (np.arange(T) // block)[:, None, None]  # (T, 1, 1)
+    blocks = np.arange(token_block[-1, 0, 0] + 1)
     order = np.random.default_rng(seed).random((B, T, H, len(blocks)))
-    order = np.where(
-        blocks == own_block, -1.0, np.where(blocks > own_block, 2.0, order)
-    )  # the own one first, later ones last
+    # the block of the token itself comes first, blocks after it last
+    order = np.where(blocks == token_block, -1.0, np.where(blocks > token_block, 2.0, order))
     chosen = np.argsort(order, axis=-1)[..., :K]
-    chosen = np.where(chosen > own_block, T, chosen)
+    chosen = np.where(chosen > token_block, T, chosen)
     padded = np.full((B, T, H, K), T, np.int32)
     padded[..., : chosen.shape[-1]] = chosen
     return jnp.asarray(np.sort(padded, axis=-1))
@@ -142,7 +142,7 @@ def generate_block_indices(
 
 
 class LazyLogger:
-    """A logger that is made when it first says something: then it gets its coloured handler."""
+    """A logger that is made, and gets its coloured handler, with its first message."""
 
     def __init__(self, name: str, level: int | str = logging.INFO):
         self.name, self.wanted_level = name, level
@@ -154,7 +154,7 @@ class LazyLogger:
 
         logger = logging.getLogger(self.name)
         logger.setLevel(self.wanted_level)
-        if not logger.handlers:  # somebody else's stay
+        if not logger.handlers:  # those that the program has set up stay as they are
             logger.addHandler(RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]"))
             logger.propagate = False
         return logger

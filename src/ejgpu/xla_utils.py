@@ -1,4 +1,4 @@
-"""Packed sequences as arrays: where they lie, which chunks they fall into, and sums along them.
+"""Packed sequences as arrays: the tokens and chunks that each has, and sums along them.
 
 `cu_seqlens` `(N + 1,)` rises from 0: sequence n has the tokens from entry n up to entry n + 1. Results as long as there
 are tokens (or chunks) need to know how many: outside of jit the values tell, inside give `total`. What is past the last
@@ -29,7 +29,7 @@ __all__ = [
     "prepare_token_indices",
 ]
 
-ENDLESS = 2**31 - 1
+UNBOUNDED = 2**31 - 1
 
 
 def prepare_lens(cu_seqlens: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def prepare_lens(cu_seqlens: jax.Array) -> jax.Array:
     >>> prepare_lens(jnp.array([0, 3, 3, 10])).tolist()
     [3, 0, 7]
     """
-    return jnp.diff(cumulative_lengths("cu_seqlens", cu_seqlens, ENDLESS))
+    return jnp.diff(checked_starts("cu_seqlens", cu_seqlens, UNBOUNDED))
 
 
 def prepare_cu_seqlens_from_mask(mask: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def prepare_cu_seqlens_from_mask(mask: jax.Array) -> jax.Array:
 
 
 def prepare_position_ids(cu_seqlens: jax.Array, *, total: int | None = None) -> jax.Array:
-    """The place of every token in its sequence, (tokens,).
+    """The position of every token in its sequence, (tokens,).
 
     >>> prepare_position_ids(jnp.array([0, 2, 5])).tolist()
     [0, 1, 0, 1, 2]
@@ -73,7 +73,7 @@ def prepare_sequence_ids(cu_seqlens: jax.Array, *, total: int | None = None) -> 
 
 
 def prepare_token_indices(cu_seqlens: jax.Array, *, total: int | None = None) -> jax.Array:
-    """The sequence of every token and its place there, (tokens, 2).
+    """The sequence of every token and its position there, (tokens, 2).
 
     >>> prepare_token_indices(jnp.array([0, 1, 3])).tolist()
     [[0, 0], [1, 0], [1, 1]]
@@ -97,7 +97,7 @@ def prepare_chunk_offsets(cu_seqlens: jax.Array, chunk_size: int) -> jax.Array:
     >>> prepare_chunk_offsets(jnp.array([0, 3, 8]), 4).tolist()
     [0, 1, 3]
     """
-    cu = cumulative_lengths("cu_seqlens", cu_seqlens, ENDLESS)
+    cu = checked_starts("cu_seqlens", cu_seqlens, UNBOUNDED)
     return packed_chunks(cu[None], static_int("chunk_size", chunk_size, 1), 1).first_row[0]
 
 
@@ -110,7 +110,7 @@ def chunk_local_cumsum(
     head_first: bool = False,
     output_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Sums along the tokens that begin anew in each chunk of each sequence; differentiable.
+    """Cumulative sums of the tokens, which restart in each chunk of each sequence; differentiable.
 
     Args:
         g: `(B, T, H)` or `(B, T, H, D)`.
@@ -136,7 +136,7 @@ def chunk_global_cumsum(
     head_first: bool = False,
     output_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Sums along the tokens of each sequence; arguments as in `chunk_local_cumsum`.
+    """Cumulative sums of the tokens of each sequence; arguments as in `chunk_local_cumsum`.
 
     >>> chunk_global_cumsum(jnp.ones((1, 5, 1)), cu_seqlens=jnp.array([0, 2, 5])).ravel().tolist()
     [1.0, 2.0, 1.0, 2.0, 3.0]
@@ -144,14 +144,21 @@ def chunk_global_cumsum(
     return _sums(s, None, reverse, scale, cu_seqlens, head_first, output_dtype)
 
 
+def checked_starts(name: str, cu_seqlens: Any, total: int) -> jax.Array:
+    """`cu_seqlens` as int32; ValueError where sequences are out of order or end behind the tokens, unless traced."""
+    with jax.transfer_guard("allow"):  # values on a device are read on purpose
+        values = concrete(integers(name, cu_seqlens, 1))
+    return cumulative_lengths(name, cu_seqlens, total, values=values)
+
+
 def _tokens(cu_seqlens: Any, total: int | None) -> tuple[jax.Array, jax.Array]:
-    """The sequence of every token and its place in it, (tokens,) each."""
+    """The sequence of every token and its position in it, (tokens,) each."""
     if total is None:
         ends = concrete(integers("cu_seqlens", cu_seqlens, 1))
         if ends is None:
             raise ValueError("the number of tokens is not known while tracing: give total=")
         total = int(ends[-1])
-    cu = cumulative_lengths("cu_seqlens", cu_seqlens, static_int("total", total, 0))
+    cu = checked_starts("cu_seqlens", cu_seqlens, static_int("total", total, 0))
     sequence, position = segments.from_cu_seqlens(cu, total)
     return sequence[0], position[0]
 
@@ -178,7 +185,7 @@ def _sums(
             raise ValueError(f"cu_seqlens packs sequences into one row, got batch {x.shape[1]}")
         sequence, position = _tokens(cu_seqlens, T)
     first = position == 0 if chunk_size is None else position % chunk_size == 0
-    if reverse:  # a sum begins where the next token begins one
+    if reverse:  # from the right, a sum starts at the last token before each one that starts a sum from the left
         first = jnp.concatenate([first[1:], jnp.ones(1, bool)]) | (sequence != jnp.append(sequence[1:], -1))
     sums = _segmented_sums(x, first, sequence >= 0, reverse)
     return jnp.moveaxis(sums if scale is None else number("scale", scale) * sums, 0, axis)
@@ -186,7 +193,7 @@ def _sums(
 
 @partial(jax.jit, static_argnames="reverse")
 def _segmented_sums(x: jax.Array, first: jax.Array, real: jax.Array, reverse: bool) -> jax.Array:
-    """Sums along x (T, ...) that begin anew where `first` (T,), over what is `real` (T,)."""
+    """Cumulative sums of x (T, ...) that restart where `first` (T,) is true; tokens that are not `real` (T,) are 0."""
     shape = (x.shape[0], *(1,) * (x.ndim - 1))
     first, x = jnp.broadcast_to(first.reshape(shape), x.shape), jnp.where(real.reshape(shape), x, 0)
 

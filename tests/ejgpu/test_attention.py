@@ -1,11 +1,14 @@
 """ejgpu's functions against the library's own, and against numpy where they do something of their own."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ejgpu
+from ejgpu.xla_utils import chunk_local_cumsum, prepare_sequence_ids
 from ejkernel import modules
 from harness import normal
 
@@ -164,3 +167,68 @@ def test_bad_packed_input(options, message):
     q = normal("q", (T, H, D))
     with pytest.raises(ValueError, match=message):
         ejgpu.flash_attn_varlen(q, q, q, layout="thd", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 1.5}, r"^dropout_p=1\.5 must be at least 0 and below 1"),
+        ({"dropout_p": "half"}, "^dropout_p must be a number, got 'half'"),
+        ({"sm_scale": np.inf}, "^sm_scale=inf must be finite"),
+        ({"b": np.zeros((3, T, S), np.float32)}, r"^b \(3, 7, 9\) does not broadcast to .* = \(2, 4, 7, 9\)"),
+        ({"b": np.zeros((T, S), np.int32)}, "^b has dtype int32"),
+        (
+            {"b": np.zeros((3, T, S), np.float32), "alibi_slopes": np.ones(H, np.float32)},
+            r"^b \(3, 7, 9\) does not broadcast to \(batch, 4, 7, 9\)",
+        ),
+        ({"q": np.zeros((2, T, H, D), np.int32)}, "^q has dtype int32"),
+        ({"k": np.zeros((2, S, HKV, 4), np.float32)}, r"^head_dim of k \(.*\) must be that of q \(.*\): 8"),
+        ({"v": np.zeros((2, 3, HKV, D), np.float32)}, r"^v \(.*\) must have the length and heads of k \(.*\)"),
+    ],
+)
+def test_errors_are_in_the_words_of_flash_attn_varlen(options, message):
+    arrays = dict(zip("qkv", inputs(), strict=True))
+    with pytest.raises((TypeError, ValueError), match=message):
+        ejgpu.flash_attn_varlen(**arrays | options)
+
+
+def test_errors_of_the_others_are_in_their_words():
+    x, token = normal("q", (1, 16, 4, 8)), normal("q", (1, 1, 4, 8))
+    cases = [
+        (lambda: ejgpu.recurrent(x, x, x, scale="one"), "^scale must be a number, got 'one'"),
+        (lambda: ejgpu.recurrent_gla(x, x[..., :4], x), r"^k \(1, 16, 4, 4\)"),
+        (lambda: ejgpu.lightning_attn(x, x, x, 0, 4, scale=np.inf), "^scale=inf must be finite"),
+        (lambda: ejgpu.flash_attn_varlen_decode(token, x, x, cache_seqlens=[17]), "^cache_seqlens must"),
+        (lambda: ejgpu.flash_attn_varlen_decode(token, x, x, cache_seqlens=[7], sm_scale=np.inf), "^sm_scale=inf"),
+    ]
+    for call, message in cases:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+@pytest.mark.parametrize("device", [np.array, jnp.array])
+@pytest.mark.parametrize("starts", [[2, 16], [0, 9, 5], [0, 99]])
+def test_bad_starts_of_sequences_raise_wherever_they_are(device, starts):
+    x, starts = jnp.ones((1, 16, 4, 8)), device(starts)
+    slopes, ordered = jnp.ones(4), np.linspace(0, 16, len(starts)).astype(int)
+    varlen = partial(ejgpu.flash_attn_varlen, x[0], x[0], x[0], layout="thd")
+    blocks = jnp.zeros((1, 16, 4, 1), jnp.int32)
+    cases = {
+        "cu_seqlens_q": [
+            lambda: varlen(cu_seqlens_q=starts),
+            lambda: varlen(cu_seqlens_q=starts, alibi_slopes=slopes, max_seqlens_q=3),
+        ],
+        "cu_seqlens_k": [lambda: varlen(cu_seqlens_q=ordered, cu_seqlens_k=starts)],
+        "cu_seqlens": [
+            lambda: ejgpu.recurrent(x, x, x, cu_seqlens=starts),
+            lambda: ejgpu.recurrent_gla(x, x, x, cu_seqlens=starts),
+            lambda: ejgpu.lightning_attn(x, x, x, 0, 4, cu_seqlens=starts),
+            lambda: ejgpu.native_spare_attention(x, x, x, block_indices=blocks, block_size=16, cu_seqlens=starts),
+            lambda: chunk_local_cumsum(x[..., 0], 4, cu_seqlens=starts),
+            lambda: prepare_sequence_ids(starts, total=16),
+        ],
+    }
+    for name, calls in cases.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=f"^{name} must start at 0, never decrease, and end within the 16 tok"):
+                call()

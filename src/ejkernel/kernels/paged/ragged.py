@@ -157,6 +157,87 @@ def _defined(spec: Spec, arrays: dict[str, jax.Array], B: int, lowest: float) ->
     return o[:, None], m[:, None], l[:, None]
 
 
+def ragged_flash_attention_kernel(
+    lengths_ref: Any,
+    starts_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    o_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
+    *,
+    block_size: int,
+    mask_value: float,
+) -> None:
+    """A Pallas kernel with the results of `ragged_mqa`, for a `pallas_call` over the grid (B, blocks of keys).
+
+    Grid step (b, i) adds the keys of block i to row b by online softmax. The outputs of a row are its accumulators, so
+    they must stay in place while i goes from 0 upwards. What lies outside of the valid keys, NaN too, is never used.
+
+    Args:
+        lengths_ref: `(B,)`, one past the last valid key of each row; `starts_ref` `(B,)`, the first.
+        q_ref: `(H, D)`, the queries of row b.
+        k_ref: `(block_size, D)`, block i of the keys of row b; `v_ref` likewise.
+        o_ref: `(H, D)`; float32 keeps it from being rounded at every block.
+        m_ref: `(H, W)` float32 for any W, all columns the same; `l_ref` likewise.
+        block_size: keys in a block.
+        mask_value: `m` of a row without a valid key.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from functools import partial
+    >>> from jax.experimental import pallas as pl
+    >>> from jax.experimental.pallas import tpu as pltpu
+    >>> from ejkernel.kernels.paged.ragged import MASK_VALUE, ragged_flash_attention_kernel
+    >>> row = pl.BlockSpec((None, 1, 8), lambda b, i, *_: (b, 0, 0))
+    >>> block = pl.BlockSpec((None, 4, 8), lambda b, i, *_: (b, i, 0))
+    >>> grid = pltpu.PrefetchScalarGridSpec(
+    ...     num_scalar_prefetch=2, grid=(2, 3), in_specs=[row, block, block], out_specs=[row] * 3
+    ... )
+    >>> attend = pl.pallas_call(
+    ...     partial(ragged_flash_attention_kernel, block_size=4, mask_value=MASK_VALUE),
+    ...     grid_spec=grid, out_shape=[jax.ShapeDtypeStruct((2, 1, 8), "float32")] * 3, interpret=True,
+    ... )
+    >>> cache = jnp.ones((2, 10, 8))
+    >>> o, m, l = attend(jnp.array([10, 4]), jnp.array([0, 2]), jnp.ones((2, 1, 8)), cache, cache)
+    >>> o[:, 0, 0].tolist(), m[:, 0, 0].tolist(), l[:, 0, 0].tolist()
+    ([1.0, 1.0], [8.0, 8.0], [10.0, 2.0])
+    """
+    from jax.experimental import pallas as pl
+
+    row, block = pl.program_id(0), pl.program_id(1)
+    start, length, first_key = starts_ref[row], lengths_ref[row], block * block_size
+
+    @pl.when(block == 0)
+    def _initialize() -> None:
+        o_ref[...] = jnp.zeros_like(o_ref)
+        m_ref[...] = jnp.full_like(m_ref, mask_value)
+        l_ref[...] = jnp.zeros_like(l_ref)
+
+    @pl.when((first_key < length) & (first_key + block_size > start))
+    def _add_block() -> None:
+        q, k, v = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
+        product = partial(jax.lax.dot_general, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+        def valid(shape: tuple[int, ...], axis: int) -> jax.Array:
+            key = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            return (key >= start) & (key < length)
+
+        logits = product(q, k, (((1,), (1,)), ((), ())))  # (H, block_size)
+        seen = valid(logits.shape, 1)
+        logits = jnp.where(seen, logits, mask_value)
+        old_max, old_sum = m_ref[:, :1], l_ref[:, :1]
+        new_max = jnp.maximum(old_max, logits.max(axis=1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(logits - new_max), 0.0)
+        kept_sum = jnp.exp(old_max - new_max) * old_sum
+        new_sum = kept_sum + weights.sum(axis=1, keepdims=True)
+        added = product(weights, jnp.where(valid(v.shape, 0), v, 0.0), (((1,), (0,)), ((), ())))
+        divisor = jnp.where(new_sum == 0.0, 1.0, new_sum)
+        o_ref[...] = ((kept_sum * o_ref[...].astype(jnp.float32) + added) / divisor).astype(o_ref.dtype)
+        m_ref[...] = jnp.broadcast_to(new_max, m_ref.shape)
+        l_ref[...] = jnp.broadcast_to(new_sum, l_ref.shape)
+
+
 def get_mha_cost_estimate(shape_dtype: Any) -> Any:
     """The cost of `ragged_mha` as a `pallas.CostEstimate`, from the shapes of query, key, value and lengths.
 
