@@ -1,4 +1,4 @@
-"""ejgpu's functions against the library's own, and against numpy where they do something of their own."""
+"""ejgpu's functions against those of `ejkernel.modules`, and against numpy where they add something."""
 
 from functools import partial
 
@@ -37,8 +37,8 @@ def test_layouts_agree():
     np.testing.assert_allclose(flipped.swapaxes(1, 2), out, atol=1e-6)
     packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     starts = {"cu_seqlens_q": jnp.array([0, T, 2 * T]), "cu_seqlens_k": jnp.array([0, S, 2 * S])}
-    found = ejgpu.flash_attn_varlen(*packed, layout="thd", max_seqlens_q=T, max_seqlens_k=S, **starts)
-    np.testing.assert_allclose(found, out.reshape(-1, H, D), atol=1e-6)
+    from_packed = ejgpu.flash_attn_varlen(*packed, layout="thd", max_seqlens_q=T, max_seqlens_k=S, **starts)
+    np.testing.assert_allclose(from_packed, out.reshape(-1, H, D), atol=1e-6)
 
 
 def test_gradients_are_those_of_flash_attention():
@@ -70,13 +70,13 @@ def test_alibi(by_row):
         np.testing.assert_allclose(out[row], by_hand(q[row], k[row], v[row], bias), atol=1e-5)
 
 
-@pytest.mark.parametrize("own_keys", [False, True])
-def test_alibi_of_packed_sequences_counts_in_each(own_keys):
-    lengths, keys = [3, 4], [5, 4] if own_keys else [3, 4]
+@pytest.mark.parametrize("separate_keys", [False, True])
+def test_alibi_of_packed_sequences_counts_in_each(separate_keys):
+    lengths, keys = [3, 4], [5, 4] if separate_keys else [3, 4]
     cu_q, cu_k = np.cumsum([0, *lengths]), np.cumsum([0, *keys])
     q, k, v = normal("q", (8, H, D)), normal("k", (cu_k[-1] + 1, HKV, D)), normal("v", (cu_k[-1] + 1, HKV, D))
     slopes = np.abs(normal("slopes", (2, H)))
-    given = {"cu_seqlens_q": cu_q} | ({"cu_seqlens_k": cu_k} if own_keys else {})
+    given = {"cu_seqlens_q": cu_q} | ({"cu_seqlens_k": cu_k} if separate_keys else {})
     out = ejgpu.flash_attn_varlen(q, k, v, layout="thd", alibi_slopes=slopes, **given)
     for row, (n, m) in enumerate(zip(lengths, keys, strict=True)):
         at, of = slice(cu_q[row], cu_q[row + 1]), slice(cu_k[row], cu_k[row + 1])
@@ -121,8 +121,8 @@ def test_linear_attention_gives_out_and_state():
         (ejgpu.lightning_attn, modules.lightning_attention, {"layer_idx": 1, "num_layers": 4, "initial_state": state}),
     ]
     for theirs, ours, given in cases:
-        found = theirs(q, k, v, scale=0.3, reverse=True, **given)
-        for mine, right in zip(found, ours(q, k, v, **given, **names), strict=True):
+        outputs = theirs(q, k, v, scale=0.3, reverse=True, **given)
+        for mine, right in zip(outputs, ours(q, k, v, **given, **names), strict=True):
             np.testing.assert_array_equal(mine, right)
 
 
@@ -130,11 +130,11 @@ def test_native_sparse_attention_passes_everything_on():
     q, k, v = normal("q", (1, 32, 4, 8)), normal("k", (1, 32, 2, 8)), normal("v", (1, 32, 2, 8))
     gates = {name: jax.nn.sigmoid(normal(name, (1, 32, 4))) for name in ("g_cmp", "g_slc", "g_swa")}
     given = gates | {"block_counts": 2, "block_size": 8, "window_size": 5, "cu_seqlens": jnp.array([0, 20, 32])}
-    found = ejgpu.native_spare_attention(q, k, v, scale=0.3, **given)
-    np.testing.assert_array_equal(found, modules.native_sparse_attention(q, k, v, softmax_scale=0.3, **given))
+    out = ejgpu.native_spare_attention(q, k, v, scale=0.3, **given)
+    np.testing.assert_array_equal(out, modules.native_sparse_attention(q, k, v, softmax_scale=0.3, **given))
     given = {"block_indices": np.tile(np.arange(4), (1, 32, 2, 1)), "block_counts": 2, "block_size": 8}
-    found = ejgpu.native_spare_attention(q, k, v, **given)
-    np.testing.assert_array_equal(found, modules.native_sparse_attention(q, k, v, **given))
+    out = ejgpu.native_spare_attention(q, k, v, **given)
+    np.testing.assert_array_equal(out, modules.native_sparse_attention(q, k, v, **given))
 
 
 @pytest.mark.parametrize(

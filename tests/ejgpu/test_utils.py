@@ -15,16 +15,16 @@ from ejgpu import utils, xla_utils
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_varlen_inputs_say_where_they_lie(equal):
+def test_varlen_inputs_say_where_each_sequence_begins(equal):
     q, k, v, metadata = utils.varlen_input_helper(5, 4, 2, 103, 57, 16, "bfloat16", equal)
-    for x, cu, longest, most in (
+    for x, cu, longest, limit in (
         (q, metadata.cu_seqlens_q, metadata.max_seqlens_q, 103 // 5),
         (k, metadata.cu_seqlens_k, metadata.max_seqlens_k, 57 // 5),
     ):
         lengths = np.diff(cu)
         assert cu[0] == 0 and cu[-1] == len(x) and len(lengths) == 5
-        assert lengths.min() >= 1 and lengths.max() == longest <= most
-        assert not equal or (lengths == most).all()
+        assert lengths.min() >= 1 and lengths.max() == longest <= limit
+        assert not equal or (lengths == limit).all()
     assert q.dtype == "bfloat16" and q.shape[1:] == (4, 16) and v.shape == k.shape == (len(k), 2, 16)
     assert (metadata.layout, metadata.sm_scale) == ("thd", 0.25)
 
@@ -46,13 +46,13 @@ def test_numbers_differ_from_call_to_call_and_repeat_by_seed():
 def test_block_indices_are_past_blocks_in_order():
     indices = np.asarray(utils.generate_block_indices(2, 70, 3, 4, 16, seed=1))
     assert indices.shape == (2, 70, 3, 4) and indices.dtype == np.int32
-    own_block = np.arange(70)[None, :, None, None] // 16
+    token_block = np.arange(70)[None, :, None, None] // 16
     real = indices < 70
-    assert (indices[real] <= np.broadcast_to(own_block, indices.shape)[real]).all()
-    assert (indices == own_block).any(-1).all()  # every token sees its own block
-    assert (real.sum(-1) == np.minimum(own_block[..., 0] + 1, 4)).all()
-    steps = np.diff(indices, axis=-1)
-    assert (steps[real[..., 1:]] > 0).all() and (indices[~real] == 70).all()
+    assert (indices[real] <= np.broadcast_to(token_block, indices.shape)[real]).all()
+    assert (indices == token_block).any(-1).all()  # every token sees its own block
+    assert (real.sum(-1) == np.minimum(token_block[..., 0] + 1, 4)).all()
+    differences = np.diff(indices, axis=-1)
+    assert (differences[real[..., 1:]] > 0).all() and (indices[~real] == 70).all()
     assert (indices != np.asarray(utils.generate_block_indices(2, 70, 3, 4, 16, seed=2))).any()
     assert utils.generate_block_indices(1, 8, 1, 5, 16).tolist() == [[[[0, 8, 8, 8, 8]]] * 8]
 
@@ -120,14 +120,14 @@ def starts(lengths):
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 7], [0, 8, 0]])
-def test_places_are_those_of_a_loop(lengths):
+def test_positions_are_those_of_a_loop(lengths):
     cu, size = starts(lengths), 4
-    tokens = [[row, place] for row, n in enumerate(lengths) for place in range(n)]
+    tokens = [[row, position] for row, n in enumerate(lengths) for position in range(n)]
     chunks = [[row, number] for row, n in enumerate(lengths) for number in range(-(-n // size))]
     assert xla_utils.prepare_lens(cu).tolist() == lengths
     assert xla_utils.prepare_token_indices(cu).tolist() == tokens
     assert xla_utils.prepare_sequence_ids(cu).tolist() == [row for row, _ in tokens]
-    assert xla_utils.prepare_position_ids(cu).tolist() == [place for _, place in tokens]
+    assert xla_utils.prepare_position_ids(cu).tolist() == [position for _, position in tokens]
     assert xla_utils.prepare_chunk_indices(cu, size).tolist() == chunks
     counts = [-(-n // size) for n in lengths]
     assert xla_utils.prepare_chunk_offsets(cu, size).tolist() == starts(counts).tolist()
@@ -135,7 +135,7 @@ def test_places_are_those_of_a_loop(lengths):
     assert xla_utils.prepare_cu_seqlens_from_mask(mask).tolist() == cu.tolist()
 
 
-def test_places_under_jit_need_their_number():
+def test_positions_under_jit_need_the_number_of_tokens():
     cu = jnp.array([0, 2, 5])
     ids = jax.jit(lambda cu: xla_utils.prepare_token_indices(cu, total=7))(cu)
     assert ids.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [-1, 0], [-1, 0]]
@@ -145,10 +145,10 @@ def test_places_under_jit_need_their_number():
         jax.jit(xla_utils.prepare_position_ids)(cu)
 
 
-def by_loop(x, pieces, reverse):
-    """Sums of x (T, ...) within the pieces, zeros elsewhere."""
+def by_loop(x, spans, reverse):
+    """Cumulative sums of x (T, ...) within each span of tokens, zeros elsewhere."""
     out = np.zeros_like(x)
-    for a, b in pieces:
+    for a, b in spans:
         out[a:b] = x[a:b][::-1].cumsum(0)[::-1] if reverse else x[a:b].cumsum(0)
     return out
 
@@ -165,13 +165,13 @@ def test_sums(reverse, head_first, packed, trailing):
     options = {"reverse": reverse, "head_first": head_first, "scale": 0.5, "cu_seqlens": cu if packed else None}
     sequences = list(itertools.pairwise(cu))
     chunks = [(a, min(a + size, end)) for start, end in sequences for a in range(start, end, size)]
-    for found, pieces in (
+    for sums, spans in (
         (xla_utils.chunk_local_cumsum(mine, size, **options), chunks),
         (xla_utils.chunk_global_cumsum(mine, **options), sequences),
     ):
-        found = np.asarray(found).swapaxes(1, 2) if head_first else found
-        right = np.stack([0.5 * by_loop(row, pieces, reverse) for row in x])
-        np.testing.assert_allclose(found, right, atol=1e-5)
+        sums = np.asarray(sums).swapaxes(1, 2) if head_first else sums
+        right = np.stack([0.5 * by_loop(row, spans, reverse) for row in x])
+        np.testing.assert_allclose(sums, right, atol=1e-5)
 
 
 def test_sums_never_cross_and_keep_infinities_to_themselves():

@@ -1,4 +1,4 @@
-"""Seed 002: the classes it prints, with their names, their methods and the arguments of these by place and by name."""
+"""Seed 002: the classes it prints, with their names, their methods and the arguments of these, positional or named."""
 
 import inspect
 

@@ -89,8 +89,8 @@ def check(names: dict[str, torch.Tensor]) -> None:
     heads, at = torch.arange(H, device=q.device)[:, None, None], torch.arange(T, device=q.device) // block
     local = at[:, None] - at < names["local_blocks"]
     strided = (at + heads * max(1, names["vert_stride"] // H)) % names["vert_stride"] == 0
-    own_pattern = names["block_sparse_pattern"].to(q.device)[:, at[:, None], at]
-    for output, seen, scale in ((names["ouput"], local | strided, D**-0.5), (names["output"], own_pattern, 0.008)):
+    given_pattern = names["block_sparse_pattern"].to(q.device)[:, at[:, None], at]
+    for output, seen, scale in ((names["ouput"], local | strided, D**-0.5), (names["output"], given_pattern, 0.008)):
         logits = scale * torch.einsum("bthd,bshd->bhts", q, k)
         p = torch.softmax(torch.where(seen & causal, logits, -torch.inf), -1)
         expected = torch.einsum("bhts,bshd->bthd", p, v)

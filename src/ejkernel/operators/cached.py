@@ -90,9 +90,9 @@ class PagedAttn(AttentionImpl):
     >>> from ejkernel.operators import AttentionMetadata, PagedAttn
     >>> from ejkernel.types import PagedAttentionMetadata, PagedCacheView
     >>> cache = PagedCacheView.create(8, 16, 2, 64, dtype=jnp.float32)
-    >>> where = PagedAttentionMetadata.create([20, 5], [[3, 1], [7, 0]])
+    >>> metadata = PagedAttentionMetadata.create([20, 5], [[3, 1], [7, 0]])
     >>> attend = PagedAttn(AttentionMetadata())
-    >>> attend(jnp.ones((2, 1, 4, 64)), None, None, cache, where).attention_outputs.shape
+    >>> attend(jnp.ones((2, 1, 4, 64)), None, None, cache, metadata).attention_outputs.shape
     (2, 1, 4, 64)
     """
 

@@ -47,7 +47,7 @@ Forward = Callable[..., "AttentionOutput"]
 
 
 class AttentionOutput(NamedTuple):
-    """What a call gives; the weights only where they are formed."""
+    """The result of a call; the weights only of classes that form them."""
 
     attention_weights: jax.Array | None = None
     attention_outputs: jax.Array | None = None
@@ -139,7 +139,7 @@ class AttentionImpl(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.impl_names()))})"
 
-    # for the classes
+    # for subclasses
 
     def cast(self, **arrays: jax.Array) -> list[jax.Array]:
         """The arrays in the runtime dtype; TypeError, by their names, where they do not hold floats."""
@@ -253,7 +253,7 @@ def _broadcast_mask(q: jax.Array, k: jax.Array, mask: Any) -> MaskInfo:
     if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
         raise ValueError(f"mask {mask.shape} does not broadcast to (batch, heads, q_len, kv_len) = {wanted}")
     mask = mask.reshape(shape)
-    if shape[2:] == (1, 1):  # MaskInfo broadcasts one of the lengths, if it is told the other
+    if shape[2:] == (1, 1):  # MaskInfo broadcasts one of the lengths where the other is given
         mask = jnp.broadcast_to(mask, (*shape[:2], 1, S) if S > 1 else (*shape[:2], T, 1))
     return MaskInfo.from_attention_mask(mask).with_lengths(T, S)
 
