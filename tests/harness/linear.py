@@ -56,12 +56,12 @@ class Case:
         B, T, H, D, Dv = self.B, self.T, self.H, self.D, self.Dv or self.D
         shapes: dict[str, tuple[int, ...]] = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, Dv)}
         shapes |= {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, Dv)}
-        found = {name: normal(name, shape, self.dtype) for name, shape in shapes.items() if name not in GATES}
-        found |= {name: self.log_decays(name, shapes[name]) for name in self.gates}
+        arrays = {name: normal(name, shape, self.dtype) for name, shape in shapes.items() if name not in GATES}
+        arrays |= {name: self.log_decays(name, shapes[name]) for name in self.gates}
         if self.state:
             N = B if self.cu is None else len(self.cu) - 1
-            found["initial_state"] = normal("initial state", (N, H, D, Dv))
-        return found
+            arrays["initial_state"] = normal("initial state", (N, H, D, Dv))
+        return arrays
 
     def log_decays(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         logs = DECAYS[self.decay](np.abs(np.asarray(normal(name, shape))))
@@ -76,7 +76,7 @@ class Case:
 
 
 def _mixed(size: np.ndarray) -> np.ndarray:
-    """By turns next to nothing, a little, and what leaves nothing."""
+    """Next to nothing, a little, and what leaves nothing, one after the other."""
     return -size * np.resize([1e-3, 0.3, 20.0, 0.05, 3.0, 1e-3, 60.0], size.shape)
 
 
@@ -104,9 +104,9 @@ def call_case(case: Case, platform: Platform, arrays: Arrays, **how: Any) -> Arr
 
 def definition(case: Case, arrays: Arrays, dtype: Any) -> Arrays:
     """What a case means, from the family's reference, in the shapes of the public function."""
-    found = reference(canonicalise(**case.keywords(arrays)), dtype)
-    state = found["state"][0] if case.cu is not None else found["state"][:, 0]
-    return {"out": found["out"]} | ({"state": state} if case.final else {})
+    results = reference(canonicalise(**case.keywords(arrays)), dtype)
+    state = results["state"][0] if case.cu is not None else results["state"][:, 0]
+    return {"out": results["out"]} | ({"state": state} if case.final else {})
 
 
 def poisoned(case: Case, arrays: Arrays) -> Arrays:
@@ -123,8 +123,8 @@ def poisoned(case: Case, arrays: Arrays) -> Arrays:
 
 def refusals(case: Case, platform: Platform) -> list[str]:
     with platform.context():
-        told = explain(recurrent_attention, **case.keywords(case.arrays()), platform=platform.name)
-    return told.refusals.get(platform.name, [])
+        explanation = explain(recurrent_attention, **case.keywords(case.arrays()), platform=platform.name)
+    return explanation.refusals.get(platform.name, [])
 
 
 def check_case(case: Case, platform: Platform, *, optimised: bool = False) -> None:
@@ -207,7 +207,7 @@ PACKINGS = (
     _packed("packed-all-reverse", gates=GATES, options=REVERSE),
     _packed("packed-channel-mixed", gates=("gk",), decay="mixed"),
     _packed("packed-channel-bfloat16", gates=("gk",), dtype="bfloat16"),
-    _packed("packed-whole", cu=(0, 64, 100), gates=("gk",)),
+    _packed("packed-to-the-end", cu=(0, 64, 100), gates=("gk",)),
     _packed("packed-nothing", T=20, cu=(0, 0, 0), gates=("g", "gk")),
     _packed("packed-ones", T=9, cu=(0, 1, 2, 3, 4, 9), gates=("gv",)),
 )

@@ -69,7 +69,7 @@ def training_flops(given, wanted, loss=loss, **options):
 
 
 def test_gradients_nobody_uses_are_left_out_by_the_compiler():
-    """Every gradient is a walk of its own, see kernels/linear/scans.py."""
+    """Every gradient is a scan of its own, see kernels/linear/scans.py."""
     given = structs(130, "initial_state")
     everything = training_flops(given, tuple(given))
     for name in given:
@@ -80,27 +80,27 @@ def test_a_decay_that_is_known_has_no_gradient_to_compute():
     """Lightning's; what a jitted function is given is not known."""
     given = structs(130, "g_gamma")
 
-    def walks(given, **options):
+    def scans(given, **options):
         """Scans over chunks, and in each one of states."""
         return str(jax.make_jaxpr(jax.grad(partial(loss, **options)))(given)).count("scan[") // 2
 
     known = {name: given[name] for name in ("query", "key", "value")}
-    assert walks(known, function=lightning_attention, layer_idx=0, num_layers=2) == 4
-    assert walks(known, g_gamma=np.zeros(H, np.float32)) == 4
-    assert walks(given) == 5
+    assert scans(known, function=lightning_attention, layer_idx=0, num_layers=2) == 4
+    assert scans(known, g_gamma=np.zeros(H, np.float32)) == 4
+    assert scans(given) == 5
 
 
 def test_outputs_nobody_differentiates():
-    """A loss of the final state alone has no gradient of the queries: only walks back."""
+    """A loss of the final state alone has no gradient of the queries: only reverse scans."""
 
-    def state_alone(given):
+    def loss_of_state(given):
         return jnp.sin(recurrent_attention(**given, return_state=True)[1]).sum()
 
     given = structs(130, "gk", "initial_state")
     wanted = ("query", "key", "value")
-    assert training_flops(given, wanted, state_alone) < 0.8 * training_flops(given, wanted, return_state=True)
+    assert training_flops(given, wanted, loss_of_state) < 0.8 * training_flops(given, wanted, return_state=True)
     numbers = {name: normal(name, x.shape) for name, x in given.items()}
-    assert not np.any(jax.grad(state_alone)(numbers)["query"])
+    assert not np.any(jax.grad(loss_of_state)(numbers)["query"])
 
 
 def test_outputs_nobody_uses():

@@ -10,7 +10,7 @@ from ejkernel.kernels.linear import pallas_tpu
 from ejkernel.kernels.linear.operations import RECURRENT_ATTENTION, _struct_call
 from ejkernel.kernels.linear.pallas_tpu.tiles import Chunk, added
 from ejkernel.kernels.linear.reference import reference
-from ejkernel.kernels.linear.scans import Walk
+from ejkernel.kernels.linear.scans import Scan
 from ejkernel.kernels.linear.spec import canonicalise
 from ejkernel.ops import Target, interpret
 from ejkernel.ops.dispatch import choose, run
@@ -48,9 +48,9 @@ def test_defaults_fit_and_fill_the_matrix_unit(chip, D, dtype):
 
 def test_what_does_not_fit_is_refused_with_its_size():
     call = gated(2048, T=256).on(TARGETS["v4"])
-    plan, told = choose(RECURRENT_ATTENTION, call, "pallas", None)
+    plan, explanation = choose(RECURRENT_ATTENTION, call, "pallas", None)
     assert plan is None
-    assert "MiB of VMEM, v4 has 14.0" in told.refusals["pallas"][0]
+    assert "MiB of VMEM, v4 has 14.0" in explanation.refusals["pallas"][0]
 
 
 def test_chunks_of_packed_sequences_must_fit_scalar_memory():
@@ -82,9 +82,11 @@ def test_sums_of_float32_are_not_rounded_to_bfloat16():
     assert np.max(np.abs(got - right) / np.abs(x).max(0)) < 32 * np.finfo(np.float32).eps
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_matrices_of_a_walk_that_descends_are_turned_round(late):
-    up, down = (Chunk(32, late, descending, 1.0, by_channel=True, fine=False, parts={}) for descending in (False, True))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_matrices_of_a_scan_that_descends_are_reversed(deferred):
+    up, down = (
+        Chunk(32, deferred, descending, 1.0, by_channel=True, split=False, terms={}) for descending in (False, True)
+    )
     assert list(up.matrices) == list(down.matrices)
     for name, matrix in up.matrices.items():
         np.testing.assert_array_equal(down.matrices[name], np.flip(matrix))
@@ -97,8 +99,8 @@ def arrays(T, sequences, D=8, Dv=12):
     shapes = {"query": (1, T, 2, D), "key": (1, T, 2, D), "value": (1, T, 2, Dv)}
     shapes["initial_state"] = (sequences, 2, D, Dv)
     gates = {"g": (1, T, 2), "g_gamma": (2,), "gk": (1, T, 2, D), "gv": (1, T, 2, Dv)}
-    found = {name: normal(name, shape) for name, shape in shapes.items()}
-    return found | {name: -jnp.abs(normal(name, shape)) for name, shape in gates.items()}
+    arrays = {name: normal(name, shape) for name, shape in shapes.items()}
+    return arrays | {name: -jnp.abs(normal(name, shape)) for name, shape in gates.items()}
 
 
 def results(given, platform, cu, **options):
@@ -117,7 +119,7 @@ def results(given, platform, cu, **options):
 
 
 def test_packed_sequences_without_tokens_and_padding_behind_them():
-    """Chunks of nothing come first in a walk that descends, the forward's here, and last in those of the gradients."""
+    """Chunks of nothing come first in a scan that descends, the forward's here, and last in those of the gradients."""
     cu = np.array([0, 0, 7, 7, 40, 40], np.int32)
     given = arrays(50, 5)
     poisoned = {n: x.at[:, 40:].set(jnp.nan) if x.shape[:2] == (1, 50) else x for n, x in given.items()}
@@ -128,13 +130,13 @@ def test_packed_sequences_without_tokens_and_padding_behind_them():
 
 
 def test_products_of_channels_are_not_rounded_as_bfloat16_is():
-    """They are summed over a whole sequence to the gradient of a decay: the roundings of each add up."""
+    """They are summed over a sequence to the gradient of a decay: the roundings of each add up."""
     x = {name: normal(name, (1, 32, 1, 8), "bfloat16") for name in ("a", "b", "c", "factor")}
     gates = {name: -jnp.abs(normal(name, (1, 32, 1, 8))) for name in ("inner", "outer")}
 
     def products(dtype):
-        walk = Walk(**{name: x.astype(dtype) for name, x in x.items()}, **gates, with_out=False)
-        return jax.jit(lambda: pallas_tpu.walk(pallas_tpu.Config(16), INTERPRETED, walk).products)()
+        scan = Scan(**{name: x.astype(dtype) for name, x in x.items()}, **gates, with_out=False)
+        return jax.jit(lambda: pallas_tpu.run_scan(pallas_tpu.Config(16), INTERPRETED, scan).products)()
 
     exact = products("float32")
     assert jnp.abs(products("bfloat16") - exact).max() < 2**-13 * jnp.abs(exact).max()
@@ -142,16 +144,16 @@ def test_products_of_channels_are_not_rounded_as_bfloat16_is():
 
 def test_only_what_is_wanted_is_computed():
     a, c = jnp.zeros((1, 32, 1, 8)), jnp.zeros((1, 32, 1, 16))
-    walk = Walk(a, a, c, with_out=False, with_state=True)
-    text = str(jax.make_jaxpr(lambda: pallas_tpu.walk(pallas_tpu.Config(16), INTERPRETED, walk))())
+    scan = Scan(a, a, c, with_out=False, with_state=True)
+    text = str(jax.make_jaxpr(lambda: pallas_tpu.run_scan(pallas_tpu.Config(16), INTERPRETED, scan))())
     assert text.count("dot_general") == 1  # the state's
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 2, 8), (0, 5, 2, 8)], ids=["no tokens", "no rows"])
-def test_nothing_to_walk_over(shape):
+def test_nothing_to_scan(shape):
     x = jnp.zeros(shape)
     start = normal("start", (shape[0], 1, 2, 8, 8))
-    walk = Walk(x, x, x, start=start, with_state=True)
-    found = pallas_tpu.walk(pallas_tpu.Config(16), INTERPRETED, walk)
-    assert found.out.shape == shape
-    np.testing.assert_array_equal(found.state, start)
+    scan = Scan(x, x, x, start=start, with_state=True)
+    result = pallas_tpu.run_scan(pallas_tpu.Config(16), INTERPRETED, scan)
+    assert result.out.shape == shape
+    np.testing.assert_array_equal(result.state, start)

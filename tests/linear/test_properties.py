@@ -20,12 +20,12 @@ H, D, DV = 2, 8, 12
 
 def arrays(T, gates=GATES, decay="mild", B=2, state=True, N=None, dtype="float32"):
     shapes = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, DV)}
-    found = {name: normal(name, shape, dtype) for name, shape in shapes.items()}
+    results = {name: normal(name, shape, dtype) for name, shape in shapes.items()}
     sizes = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, DV)}
-    found |= {name: jnp.asarray(DECAYS[decay](np.abs(normal(name, sizes[name]))), jnp.float32) for name in gates}
+    results |= {name: jnp.asarray(DECAYS[decay](np.abs(normal(name, sizes[name]))), jnp.float32) for name in gates}
     if state:
-        found["initial_state"] = normal("initial state", (N or B, H, D, DV))
-    return found
+        results["initial_state"] = normal("initial state", (N or B, H, D, DV))
+    return results
 
 
 def attend(given, **options):
@@ -41,8 +41,8 @@ def in_pairs(given, scale, reverse=False):
     logs += x["g_gamma"][:, None, None] if "g_gamma" in x else 0
     logs += x["gk"][..., None] if "gk" in x else 0
     logs += x["gv"][..., None, :] if "gv" in x else 0
-    turn = (lambda a: a[:, ::-1]) if reverse else (lambda a: a)
-    q, k, v, logs = (turn(a) for a in (x["query"], x["key"], x["value"], logs))
+    ordered = (lambda a: a[:, ::-1]) if reverse else (lambda a: a)
+    q, k, v, logs = (ordered(a) for a in (x["query"], x["key"], x["value"], logs))
     start = x.get("initial_state", np.zeros((B, H, D, DV)))
     out, state = np.zeros(v.shape), start
     for t in range(T):
@@ -52,7 +52,7 @@ def in_pairs(given, scale, reverse=False):
         for j, decay in enumerate(between):
             state = state + decay * k[:, j, :, :, None] * v[:, j, :, None, :]
         out[:, t] = scale * np.einsum("bhd,bhde->bhe", q[:, t], state)
-    return {"out": turn(out), "state": state}
+    return {"out": ordered(out), "state": state}
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -60,9 +60,9 @@ def in_pairs(given, scale, reverse=False):
 def test_the_definition_is_the_sum_over_pairs(decay, reverse):
     given = arrays(21, decay=decay)
     call = canonicalise(**given, reverse=reverse, softmax_scale=0.3)
-    found = reference(call)
-    found = {"out": found["out"], "state": found["state"][:, 0]}
-    assert_close(found, in_pairs(given, 0.3, reverse))
+    results = reference(call)
+    results = {"out": results["out"], "state": results["state"][:, 0]}
+    assert_close(results, in_pairs(given, 0.3, reverse))
 
 
 @pytest.mark.parametrize("gates", [("g",), GATES], ids="-".join)
@@ -94,16 +94,16 @@ def test_a_state_can_be_handed_over(reverse, able):
         return
     attend = partial(attend_on, able)
     given = arrays(100, B=1)
-    whole = attend(given, reverse=reverse)
-    state, parts = given.pop("initial_state"), []
+    expected = attend(given, reverse=reverse)
+    state, outs = given.pop("initial_state"), []
     cuts = [*pairwise((0, 1, 40, 100))]
     for a, b in reversed(cuts) if reverse else cuts:
-        part = {name: x[:, a:b] if name != "g_gamma" else x for name, x in given.items()}
-        found = attend(part | {"initial_state": state}, reverse=reverse)
-        state = found["state"]
-        parts.append(found["out"])
-    joined = jnp.concatenate(parts[::-1] if reverse else parts, 1)
-    assert_close({"out": joined, "state": state}, whole)
+        tokens = {name: x[:, a:b] if name != "g_gamma" else x for name, x in given.items()}
+        results = attend(tokens | {"initial_state": state}, reverse=reverse)
+        state = results["state"]
+        outs.append(results["out"])
+    joined = jnp.concatenate(outs[::-1] if reverse else outs, 1)
+    assert_close({"out": joined, "state": state}, expected)
 
 
 def test_packed_outputs_and_states_are_separate_ones(able):
@@ -116,9 +116,9 @@ def test_packed_outputs_and_states_are_separate_ones(able):
     outs, states = [], []
     for n, (a, b) in enumerate(pairwise(cu)):
         share = {name: x[:, a:b] if x.ndim > 1 else x for name, x in given.items()}
-        found = attend_on(able, share | {"initial_state": given["initial_state"][n : n + 1]})
-        outs.append(found["out"])
-        states.append(found["state"])
+        results = attend_on(able, share | {"initial_state": given["initial_state"][n : n + 1]})
+        outs.append(results["out"])
+        states.append(results["state"])
     expected = {"out": np.concatenate([*outs, np.zeros((1, 5, H, DV))], 1), "state": np.concatenate(states)}
     assert_close(packed, expected)
 
@@ -126,18 +126,18 @@ def test_packed_outputs_and_states_are_separate_ones(able):
 def test_decode_steps_continue_a_prefill():
     """One token at a time, by scan, from the state that a prompt left."""
     given = arrays(70)
-    whole = attend(given)
+    expected = attend(given)
     prompt = {name: x[:, :65] if name not in ("g_gamma", "initial_state") else x for name, x in given.items()}
     steps = {n: jnp.moveaxis(x[:, 65:], 1, 0) for n, x in given.items() if n not in ("g_gamma", "initial_state")}
 
     def step(state, token):
         token = {name: x[:, None] for name, x in token.items()}
-        found = attend(token | {"g_gamma": given["g_gamma"], "initial_state": state})
-        return found["state"], found["out"][:, 0]
+        results = attend(token | {"g_gamma": given["g_gamma"], "initial_state": state})
+        return results["state"], results["out"][:, 0]
 
     state, out = jax.jit(lambda s, t: jax.lax.scan(step, s, t))(attend(prompt)["state"], steps)
     assert_close(
-        {"out": jnp.moveaxis(out, 0, 1), "state": state}, {"out": whole["out"][:, 65:], "state": whole["state"]}
+        {"out": jnp.moveaxis(out, 0, 1), "state": state}, {"out": expected["out"][:, 65:], "state": expected["state"]}
     )
 
 
@@ -160,9 +160,9 @@ def test_packed_is_separate(reverse):
             states.append(share["initial_state"])
             gradients.append({"initial_state": back["state"]})
             continue
-        found, gradient = one(share, back)
-        outs.append(found["out"])
-        states.append(found["state"])
+        results, gradient = one(share, back)
+        outs.append(results["out"])
+        states.append(results["state"])
         gradients.append(gradient)
     padding = jnp.zeros((1, 100 - CU[-1], H, DV))
     assert_close(packed[0], {"out": jnp.concatenate([*outs, padding], 1), "state": jnp.concatenate(states)})
@@ -184,10 +184,10 @@ def test_nan_stays_in_its_sequence():
     cotangents = {"out": normal("dout", (1, 100, H, DV)), "state": normal("dstate", (3, H, D, DV))}
     bad = {n: x.at[:, 50].set(jnp.nan) if x.ndim > 1 and x.shape[1] == 100 else x for n, x in given.items()}
     step = with_gradients(partial(attend, cu_seqlens=cu))
-    (clean, expected), (found, gradients) = step(given, cotangents), step(bad, cotangents)
-    assert np.isnan(found["out"][0, 50:75]).all() and np.isnan(found["state"][1]).all()
+    (clean, expected), (results, gradients) = step(given, cotangents), step(bad, cotangents)
+    assert np.isnan(results["out"][0, 50:75]).all() and np.isnan(results["state"][1]).all()
     for tokens in (slice(0, 40), slice(75, 100)):
-        np.testing.assert_array_equal(found["out"][0, tokens], clean["out"][0, tokens])
+        np.testing.assert_array_equal(results["out"][0, tokens], clean["out"][0, tokens])
         for name in ("query", "key", "value", "g", "gk", "gv"):
             np.testing.assert_array_equal(gradients[name][0, tokens], expected[name][0, tokens])
 
@@ -207,8 +207,8 @@ def test_lightning_is_a_decay_per_head():
 def test_gla_is_a_decay_per_key_channel():
     given = arrays(50, ("gk",), "mixed")
     q, k, v, gk, state = given.values()
-    found = gla_attention(q, k, v, gk, None, state, return_state=True)
-    assert_close(named(found), attend(given))
+    results = gla_attention(q, k, v, gk, None, state, return_state=True)
+    assert_close(named(results), attend(given))
     both = recurrent_attention(q, k, v, gk, gk=gk)
     assert_close({"out": both}, {"out": recurrent_attention(q, k, v, gk=2 * gk)})
 
@@ -227,8 +227,8 @@ def test_mamba_2():
     tokens = [jnp.moveaxis(y, 1, 0) for y in (x, b, c, dt)]
     state, out = jax.lax.scan(step, jnp.zeros((2, H, P, N)), tokens)
     key, query = (jnp.broadcast_to(y[:, :, None], (2, T, H, N)) for y in (b, c))
-    found = recurrent_attention(query, key, dt[..., None] * x, dt * a, softmax_scale=1.0, return_state=True)
-    assert_close(named(found), {"out": jnp.moveaxis(out, 0, 1), "state": state.mT})
+    results = recurrent_attention(query, key, dt[..., None] * x, dt * a, softmax_scale=1.0, return_state=True)
+    assert_close(named(results), {"out": jnp.moveaxis(out, 0, 1), "state": state.mT})
 
 
 @pytest.mark.parametrize("decay", [-1.0, -0.1, -1e-3])
@@ -247,8 +247,8 @@ def test_the_gradient_of_a_heads_decay_is_as_exact_as_any(decay):
         exact += D**-0.5 * np.einsum("bhd,bhdv,bhv->h", q[:, t], dh, dout[:, t])
     exact += (dh * dstate).sum((0, 2, 3))
     cotangents = {"out": jnp.asarray(dout, "float32"), "state": jnp.asarray(dstate, "float32")}
-    found = evaluate(attend, given, cotangents)[1]["g_gamma"]
-    np.testing.assert_allclose(wide(found), exact, rtol=4e-6, atol=4e-6 * np.abs(exact).max())
+    results = evaluate(attend, given, cotangents)[1]["g_gamma"]
+    np.testing.assert_allclose(wide(results), exact, rtol=4e-6, atol=4e-6 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -263,9 +263,9 @@ def test_states_of_zeros_that_the_compiler_knows(known):
     state = {"initial_state": zeros} if known else {}
     for _ in range(3):
         jax.block_until_ready([jnp.full((2**k,), 1e30) for k in range(4, 16)])  # what lies there
-        found = evaluate(lambda x: attend(x | state), given, cotangents)
-        assert_close(found[0], outputs)
-        assert_close(found[1], gradients)
+        results = evaluate(lambda x: attend(x | state), given, cotangents)
+        assert_close(results[0], outputs)
+        assert_close(results[1], gradients)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_gradient_of_decays_that_are_the_same_along_an_axis():
     def total(g):
         return sum(x.sum() for x in attend(given | {"g": g}).values())
 
-    found, expected = jax.grad(total)(decay), jax.grad(total)(jnp.broadcast_to(decay, (2, 20, H)))
-    assert_close({"g": found}, {"g": expected.sum((0, 1), keepdims=True)})
+    results, expected = jax.grad(total)(decay), jax.grad(total)(jnp.broadcast_to(decay, (2, 20, H)))
+    assert_close({"g": results}, {"g": expected.sum((0, 1), keepdims=True)})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -321,8 +321,8 @@ def test_a_traced_scale_is_the_number(dtype):
 
 def test_a_number_of_all_heads_under_a_traced_call():
     given = arrays(20, ())
-    found = jax.jit(lambda x, gamma: attend(x | {"g_gamma": gamma}))(given, -0.5)
-    assert_close(found, attend(given | {"g_gamma": jnp.full(H, -0.5)}))
+    results = jax.jit(lambda x, gamma: attend(x | {"g_gamma": gamma}))(given, -0.5)
+    assert_close(results, attend(given | {"g_gamma": jnp.full(H, -0.5)}))
 
 
 def test_decays_in_another_dtype():
@@ -331,10 +331,10 @@ def test_decays_in_another_dtype():
     narrow = {name: x.astype("bfloat16") if name in GATES else x for name, x in given.items()}
     same = {name: x.astype("float32") for name, x in narrow.items()}
     gradient = jax.jit(jax.grad(lambda x: attend(x)["out"].sum()))
-    found, exact = gradient(narrow), gradient(same)
-    assert found["g"].dtype == found["gk"].dtype == "bfloat16" and found["query"].dtype == "float32"
-    np.testing.assert_array_equal(found["query"], exact["query"])
-    np.testing.assert_array_equal(found["gk"], exact["gk"].astype("bfloat16"))
+    results, exact = gradient(narrow), gradient(same)
+    assert results["g"].dtype == results["gk"].dtype == "bfloat16" and results["query"].dtype == "float32"
+    np.testing.assert_array_equal(results["query"], exact["query"])
+    np.testing.assert_array_equal(results["gk"], exact["gk"].astype("bfloat16"))
 
 
 def test_long_sequences_do_not_drift(native):

@@ -28,10 +28,10 @@ def mesh(request):
 
 def floats(B=B, N=None):
     shapes = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, DV)}
-    found = {name: normal(name, shape) for name, shape in shapes.items()}
+    results = {name: normal(name, shape) for name, shape in shapes.items()}
     gates = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D)}
-    found |= {name: -jnp.abs(normal(name, shape)) / 4 for name, shape in gates.items()}
-    return found | {"initial_state": normal("state", (N or B, H, D, DV))}
+    results |= {name: -jnp.abs(normal(name, shape)) / 4 for name, shape in gates.items()}
+    return results | {"initial_state": normal("state", (N or B, H, D, DV))}
 
 
 def attend(given, **options):
@@ -72,10 +72,10 @@ def test_types_are_specs():
 def test_packed_sequences_split_over_heads(mesh):
     cu = jnp.array([0, 7, 7, 18])
     given, back = floats(1, 3), cotangents(1, 3)
-    whole = evaluate(lambda x: attend(x, cu_seqlens=cu), given, back)
+    expected = evaluate(lambda x: attend(x, cu_seqlens=cu), given, back)
     spec = P(None, None, "tp")
     got = evaluate(lambda x: attend(x, cu_seqlens=cu, mesh=mesh, in_specs=(spec,) * 3), given, back)
-    agree(got, whole)
+    agree(got, expected)
 
 
 def test_lightning_counts_the_heads_of_all_devices(mesh):
@@ -126,11 +126,11 @@ def test_packed_sequences_along_the_length(reverse):
     cu = jnp.array([0, 11, 11, 13, 18])
     given, back = floats(1, 4), cotangents(1, 4)
     options = {"cu_seqlens": cu, "reverse": reverse}
-    whole = evaluate(lambda x: attend(x, **options), given, back)
+    expected = evaluate(lambda x: attend(x, **options), given, back)
     for name in ("key", "g", "gk"):
         given[name] = given[name].at[:, 18:].set(jnp.nan)
     options |= {"mesh": mesh_of(AxisType.Auto), "in_specs": (ALONG,) * 3}
-    agree(evaluate(lambda x: attend(x, **options), given, back), whole)
+    agree(evaluate(lambda x: attend(x, **options), given, back), expected)
 
 
 def test_over_all_axes_at_once():

@@ -1,4 +1,4 @@
-"""The TPU kernel, compiled by libtpu for chips that are not here: every walk of a call fits what is reckoned for it."""
+"""The TPU kernel, compiled by libtpu for chips that are not here: every scan of a call fits what is reckoned for it."""
 
 import re
 from dataclasses import replace
@@ -88,6 +88,6 @@ def test_compiles_in_the_memory_that_is_reckoned(chip, name, tpu_devices, monkey
     reckoned = replace(CHIPS[call.target.kind], vmem_bytes=pallas_tpu.vmem_bytes(call, config) * 8 // 7)
     monkeypatch.setitem(CHIPS, call.target.kind, reckoned)
     text = jax.jit(both).lower(structs).compile().as_text()
-    kernels = re.findall(r"linear_walk(?:\.\d+)? = .*custom-call.*", text)
-    aged = "g_gamma" in call and not call.spec.constant_gamma
-    assert len(kernels) == 4 + ("gv" in call) + aged
+    kernels = re.findall(r"linear_scan_kernel(?:\.\d+)? = .*custom-call.*", text)
+    tangent = "g_gamma" in call and not call.spec.constant_gamma
+    assert len(kernels) == 4 + ("gv" in call) + tangent

@@ -12,9 +12,9 @@ from ejkernel.ops import Target
 
 V5E = Target("tpu", "tpu_v5_lite", "tpu")
 
-# walks of the forward and the backward: those of query, key and value, for `gv` the output's once more, and for
-# `g_gamma` an aged one
-WALKS = {
+# scans of the forward and the backward: those of query, key and value, for `gv` the output's once more, and for
+# `g_gamma` a tangent one
+SCANS = {
     "no decay": 4,
     "decay per head (`g_gamma`)": 5,
     "decay per token and head (`g`)": 4,
@@ -32,7 +32,7 @@ WALKS = {
 }
 
 
-def walks(call):
+def scans(call):
     """How many the lowered forward and backward of a call have."""
     assert pallas_tpu.unsupported(call) == []
     config = pallas_tpu.default_config(call)
@@ -47,9 +47,9 @@ def walks(call):
     return text.count("@tpu_custom_call")
 
 
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", SCANS)
 def test_lowers_forward_and_backward(name):
-    assert walks(probes()[name].on(V5E)) == WALKS[name]
+    assert scans(probes()[name].on(V5E)) == SCANS[name]
 
 
 def test_lowers_with_64_bits_and_strict_promotion():
@@ -58,4 +58,4 @@ def test_lowers_with_64_bits_and_strict_promotion():
     given = {name: lambda shape=shape: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         call = _struct_call(B=1, T=T, H=H, D=D, cu_seqlens=lambda: jnp.zeros(3, jnp.int32), **given)
-        assert walks(call.on(V5E)) == 6
+        assert scans(call.on(V5E)) == 6

@@ -27,10 +27,10 @@ def floats(*lead, B=2, sequences=None):
     """Everything with a gradient, behind the leading dimensions."""
     tokens = {"query": (T, H, D), "key": (T, H, D), "value": (T, H, DV)}
     gates = {"g": (T, H), "gk": (T, H, D)}
-    found = {name: normal(name, (*lead, B, *shape)) for name, shape in tokens.items()}
-    found |= {name: log_decays(name, (*lead, B, *shape)) for name, shape in gates.items()}
-    found["g_gamma"] = log_decays("g_gamma", (*lead, H))
-    return found | {"initial_state": normal("state", (*lead, sequences or B, H, D, DV))}
+    results = {name: normal(name, (*lead, B, *shape)) for name, shape in tokens.items()}
+    results |= {name: log_decays(name, (*lead, B, *shape)) for name, shape in gates.items()}
+    results["g_gamma"] = log_decays("g_gamma", (*lead, H))
+    return results | {"initial_state": normal("state", (*lead, sequences or B, H, D, DV))}
 
 
 def attend(given, **options):
@@ -38,7 +38,7 @@ def attend(given, **options):
 
 
 def with_gradients(given, cu_seqlens=None):
-    """Outputs and gradients, under cotangents that differ from place to place."""
+    """Outputs and gradients, under cotangents that differ from number to number."""
     outputs, pull = jax.vjp(partial(attend, cu_seqlens=cu_seqlens), given)
     return outputs, pull(jax.tree.map(jnp.cos, outputs))[0]
 
@@ -48,8 +48,8 @@ def agree(got, expected):
     assert_close(got[1], expected[1], kind="gradient of")
 
 
-def stacked(parts):
-    return jax.tree.map(lambda *x: np.stack(x), *parts)
+def stacked(trees):
+    return jax.tree.map(lambda *x: np.stack(x), *trees)
 
 
 def test_jit_is_eager():
@@ -122,8 +122,8 @@ def test_scan_over_layers():
     given, weights = floats(), normal("weights", (3, DV, D))
 
     def layer(x, w):
-        found = attend(given | {"query": x @ w})
-        return found["out"], found["state"]
+        results = attend(given | {"query": x @ w})
+        return results["out"], results["state"]
 
     def scanned(x):
         return jax.lax.scan(layer, x, weights)[1].sum()
@@ -140,7 +140,7 @@ def test_scan_over_layers():
     assert_close(dict(enumerate(got)), dict(enumerate(expected)))
 
 
-def test_remat_keeps_what_it_is_told():
+def test_remat_keeps_what_its_policy_says():
     """By name: with the output and the state kept, the forward runs once."""
     given = floats()
 
@@ -191,25 +191,25 @@ def test_a_donated_state_is_updated_in_place():
 
 def test_unbatched():
     given = floats(B=1)
-    whole, one = attend(given), attend({name: x[0] if name != "g_gamma" else x for name, x in given.items()})
+    batched, one = attend(given), attend({name: x[0] if name != "g_gamma" else x for name, x in given.items()})
     assert one["out"].shape == (T, H, DV) and one["state"].shape == (H, D, DV)
-    assert_close(one, {name: x[0] for name, x in whole.items()})
+    assert_close(one, {name: x[0] for name, x in batched.items()})
 
 
 def test_unbatched_packed():
     given = floats(B=1, sequences=2)
     bare = {name: x if name in ("g_gamma", "initial_state") else x[0] for name, x in given.items()}
-    whole, one = attend(given, cu_seqlens=CU), attend(bare, cu_seqlens=CU)
+    batched, one = attend(given, cu_seqlens=CU), attend(bare, cu_seqlens=CU)
     assert one["out"].shape == (T, H, DV) and one["state"].shape == (2, H, D, DV)
-    assert_close(one, {"out": whole["out"][0], "state": whole["state"]})
+    assert_close(one, {"out": batched["out"][0], "state": batched["state"]})
 
 
 def test_more_leading_dimensions():
     given = floats(B=6)
     folded = {n: x if n == "g_gamma" else x.reshape(2, 3, *x.shape[1:]) for n, x in given.items()}
-    found = attend(folded)
-    assert found["out"].shape == (2, 3, T, H, DV) and found["state"].shape == (2, 3, H, D, DV)
-    assert_close({n: x.reshape(6, *x.shape[2:]) for n, x in found.items()}, attend(given))
+    results = attend(folded)
+    assert results["out"].shape == (2, 3, T, H, DV) and results["state"].shape == (2, 3, H, D, DV)
+    assert_close({n: x.reshape(6, *x.shape[2:]) for n, x in results.items()}, attend(given))
 
 
 def test_an_empty_batch():

@@ -1,4 +1,4 @@
-"""However Triton's kernels cut a walk, into chunks, pieces side by side and single tokens, it is the same walk."""
+"""However Triton's kernels cut a scan, into chunks, segments side by side and single tokens, it is the same scan."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_every_cut_is_the_same_walk(name):
+def test_every_cut_is_the_same_scan(name):
     case = BY_ID[name]
     function = partial(call_case, case, TRITON, cfg=CUTS[name])
     check(function, partial(definition, case), case.arrays(), case.dtype)

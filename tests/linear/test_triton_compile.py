@@ -37,7 +37,7 @@ def reports(arch, *gates, T=2048, D=128, constant=True, backward=True, **options
 
 
 CASES = {
-    "lightning-in-pieces": ("sm_80", ("g_gamma",), {"T": 2048, "backward": False}),
+    "lightning-in-segments": ("sm_80", ("g_gamma",), {"T": 2048, "backward": False}),
     "gated": ("sm_86", ("gk",), {}),
     "gated-D256": ("sm_86", ("gk",), {"D": 256, "backward": False}),
     "float32": ("sm_86", ("g_gamma",), {"dtype": "float32", "backward": False}),
@@ -47,7 +47,7 @@ CASES = {
     "gated-blackwell": ("sm_100", ("gk",), {"backward": False}),
     "token-blackwell": ("sm_120", ("g", "g_gamma"), {"backward": False}),
 }
-# bytes that may spill: walks that also give what gradients of decays need hold two states more, and float32 three parts
+# bytes that may spill: scans that also give what gradients of decays need hold two states more, and float32 three parts
 # of every operand. All others stay below ALL.
 SPILLS = {"gated": 2000, "gated-hopper": 500, "float32": 600}
 ALL = 128

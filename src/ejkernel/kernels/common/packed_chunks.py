@@ -35,6 +35,11 @@ def packed_chunks(cu_seqlens: jax.Array, size: int, rows: int) -> PackedChunks:
     return jax.vmap(lambda cu: _of_one_row(cu, size, rows))(cu_seqlens)
 
 
+def equal_lengths(shape: tuple[int, ...], tokens: int) -> jax.Array:
+    """Cumulative lengths (B, sequences + 1) of sequences equally long."""
+    return jnp.broadcast_to(np.linspace(0, tokens, shape[1]).astype(np.int32), shape)
+
+
 # one program up to here, where the steps of a cumulative sum are several
 _MOST_TERMS = 2**22
 

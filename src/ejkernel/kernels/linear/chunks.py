@@ -1,6 +1,6 @@
-"""How a chunk of tokens is done at once without an exponential that could overflow: which log decays lie between whom.
+"""How a chunk of tokens is done at once without an exponential that could overflow: which log decays lie between them.
 
-Between tokens j <= i of a chunk lie the decays of (j, i] in an early walk, of [j, i) in a late one. With a decay for
+Between tokens j <= i of a chunk lie the decays of (j, i], or if they are deferred those of [j, i). With a decay for
 every channel, exp(sum) of all pairs would be C x C x D numbers; as a product exp(sum to i) * exp(-sum to j) it would
 overflow. So pairs are sorted by level: level s holds those that a multiple of s, odd times, first comes between. There
 it is the product of two factors, from j to that boundary and from the boundary to i, neither of them above 1:
@@ -32,45 +32,45 @@ class Level(NamedTuple):
     reach: np.ndarray
 
 
-def levels(chunk: int, late: bool) -> list[Level]:
+def levels(chunk: int, deferred: bool) -> list[Level]:
     """From the widest to that of blocks of 2 * NEAR tokens."""
-    found, half = [], chunk // 2
+    sorted_levels, half = [], chunk // 2
     while half >= NEAR:
-        found.append(_level(chunk, half, late))
+        sorted_levels.append(_level(chunk, half, deferred))
         half //= 2
-    return found
+    return sorted_levels
 
 
 @cache
-def _level(chunk: int, half: int, late: bool) -> Level:
+def _level(chunk: int, half: int, deferred: bool) -> Level:
     token = np.arange(chunk)
     row, column = token[:, None], token[None, :]
     same_block = row // (2 * half) == column // (2 * half)
-    after = (token // half) % 2 == 1
-    pairs = same_block & after[:, None] & ~after[None, :]
-    # decays of (row, boundary) for a token before it, [boundary, row] behind it; late: [row, ...) and [..., row)
-    before = column >= row if late else column > row
-    behind = column < row if late else column <= row
-    reach = same_block & np.where(after[:, None], after[None, :] & behind, ~after[None, :] & before)
+    second_half = (token // half) % 2 == 1
+    pairs = same_block & second_half[:, None] & ~second_half[None, :]
+    # decays of (row, boundary) for a token before it, [boundary, row] after it; deferred: [row, ...) and [..., row)
+    before = column >= row if deferred else column > row
+    after = column < row if deferred else column <= row
+    reach = same_block & np.where(second_half[:, None], second_half[None, :] & after, ~second_half[None, :] & before)
     return Level(pairs, reach)
 
 
 @cache
-def near(chunk: int, late: bool) -> Level:
+def near(chunk: int, deferred: bool) -> Level:
     """The pairs inside blocks of NEAR tokens, each token's own left out; `reach` is -1 before the middle."""
     token = np.arange(chunk)
     row, column = token[:, None], token[None, :]
     size = min(NEAR, chunk)
     same_block = row // size == column // size
     middle = token // size * size + size // 2
-    before = (column >= row if late else column > row) & (column < middle[:, None])
-    behind = (column < row if late else column <= row) & (column >= middle[:, None])
-    reach = same_block & behind, same_block & before
+    before = (column >= row if deferred else column > row) & (column < middle[:, None])
+    after = (column < row if deferred else column <= row) & (column >= middle[:, None])
+    reach = same_block & after, same_block & before
     return Level(same_block & (column < row), reach[0].astype(np.int8) - reach[1].astype(np.int8))
 
 
 @cache
-def ends(chunk: int, late: bool) -> tuple[np.ndarray, np.ndarray]:
+def ends(chunk: int, deferred: bool) -> tuple[np.ndarray, np.ndarray]:
     """Which decays lie between the beginning of a chunk and each token, and between each token and its end."""
     row, column = np.arange(chunk)[:, None], np.arange(chunk)[None, :]
-    return (column < row, column >= row) if late else (column <= row, column > row)
+    return (column < row, column >= row) if deferred else (column <= row, column > row)

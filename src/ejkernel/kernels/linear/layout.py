@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
-from ejkernel.kernels.linear.scans import Walk
+from ejkernel.kernels.linear.scans import Scan
 from ejkernel.types.segments import searched
 
 
@@ -20,7 +20,7 @@ class Layout(NamedTuple):
         valid: (B or 1, rows, chunk): which of them there are.
         first: (B or 1, rows): whether a chunk is the first of its sequence.
         sequence: (B or 1, rows).
-        places: (B or 1, T): of every token its place among those of all chunks, past the end for padding.
+        slots: (B or 1, T): of every token its index among those of all chunks, past the end for padding.
         last: (B or 1, N): the last chunk of each sequence, -1 if it has none.
     """
 
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     valid: Any
     first: Any
     sequence: Any
-    places: Any
+    slots: Any
     last: Any
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
             x = jnp.pad(x, ((0, 0), (0, rows * self.chunk - self.T), *((0, 0),) * (x.ndim - 2)))
             x = x.reshape(B, rows, self.chunk, *x.shape[2:])
         else:
-            x = jax.vmap(lambda x, at: x[at])(x, jnp.broadcast_to(self.tokens, (B, *self.tokens.shape[1:])))
+            x = jax.vmap(lambda x, index: x[index])(x, jnp.broadcast_to(self.tokens, (B, *self.tokens.shape[1:])))
             x = jnp.where(self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 3)), x, 0)
         return jnp.moveaxis(x, 3, 2)
 
@@ -52,40 +52,40 @@ class Layout(NamedTuple):
         x = x.reshape(B, rows * chunk, *trailing)
         if self.tokens is None:
             return x[:, : self.T]
-        places = jnp.broadcast_to(self.places, (B, self.T))
-        return jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))(x, places)
+        slots = jnp.broadcast_to(self.slots, (B, self.T))
+        return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x, slots)
 
-    def final_states(self, starts: jax.Array, state: jax.Array, kept: jax.Array | None) -> jax.Array:
-        """(B, N, H, A, C): those behind the last chunks; a sequence without tokens keeps its start."""
-        if kept is None:
+    def final_states(self, starts: jax.Array, state: jax.Array, after: jax.Array | None) -> jax.Array:
+        """(B, N, H, A, C): of those after every chunk, the last; a sequence without tokens keeps its start."""
+        if after is None:
             return state[:, None]
         last = jnp.broadcast_to(self.last, (starts.shape[0], self.sequences))
-        found = jax.vmap(lambda x, at: x[jnp.maximum(at, 0)])(jnp.moveaxis(kept, 0, 1), last)
-        return jnp.where((last >= 0)[..., None, None, None], found, starts)
+        final = jax.vmap(lambda x, index: x[jnp.maximum(index, 0)])(jnp.moveaxis(after, 0, 1), last)
+        return jnp.where((last >= 0)[..., None, None, None], final, starts)
 
 
-def layout_of(w: Walk, chunk: int) -> Layout:
-    """The chunks of a walk, so many tokens each."""
-    T = w.a.shape[1]
-    if w.cu_seqlens is None:
+def layout_of(scan: Scan, chunk: int) -> Layout:
+    """The chunks of a scan, so many tokens each."""
+    T = scan.a.shape[1]
+    if scan.cu_seqlens is None:
         rows = -(-T // chunk)
         valid = np.arange(rows * chunk).reshape(1, rows, chunk) < T
-        nothing = np.zeros((1, rows), np.int32)
-        return Layout(T, chunk, 1, None, valid, nothing == 1, nothing, None, None)
-    cu = w.cu_seqlens
+        zeros = np.zeros((1, rows), np.int32)
+        return Layout(T, chunk, 1, None, valid, zeros == 1, zeros, None, None)
+    cu = scan.cu_seqlens
     N = cu.shape[1] - 1
-    pieces = packed_chunks(cu, chunk, max_packed_chunks(T, N, chunk))
-    tokens = pieces.start[..., None] + np.arange(chunk, dtype=np.int32)[None, None]
-    valid = tokens < pieces.end[..., None]
-    sequence = jnp.clip(pieces.sequence, 0, max(N - 1, 0))
-    first = pieces.start == jax.vmap(lambda cu, at: cu[at])(cu, sequence)
-    places = jax.vmap(partial(_places, T, chunk))(cu, pieces.first_row)
-    last = jnp.where(jnp.diff(cu) > 0, pieces.first_row[:, 1:] - 1, -1)
-    return Layout(T, chunk, N, jnp.where(valid, tokens, 0), valid, first, sequence, places, last)
+    packed = packed_chunks(cu, chunk, max_packed_chunks(T, N, chunk))
+    tokens = packed.start[..., None] + np.arange(chunk, dtype=np.int32)[None, None]
+    valid = tokens < packed.end[..., None]
+    sequence = jnp.clip(packed.sequence, 0, max(N - 1, 0))
+    first = packed.start == jax.vmap(lambda cu, index: cu[index])(cu, sequence)
+    slots = jax.vmap(partial(_slots, T, chunk))(cu, packed.first_row)
+    last = jnp.where(jnp.diff(cu) > 0, packed.first_row[:, 1:] - 1, -1)
+    return Layout(T, chunk, N, jnp.where(valid, tokens, 0), valid, first, sequence, slots, last)
 
 
-def _places(T: int, chunk: int, cu: jax.Array, first_row: jax.Array) -> jax.Array:
+def _slots(T: int, chunk: int, cu: jax.Array, first_row: jax.Array) -> jax.Array:
     token = np.arange(T, dtype=np.int32)
     sequence = searched(cu, token) - 1
-    place = first_row[sequence] * chunk + token - cu[sequence]
-    return jnp.where((sequence >= 0) & (sequence < cu.size - 1), place, np.iinfo(np.int32).max)
+    slot = first_row[sequence] * chunk + token - cu[sequence]
+    return jnp.where((sequence >= 0) & (sequence < cu.size - 1), slot, np.iinfo(np.int32).max)

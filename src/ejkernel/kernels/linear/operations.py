@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from ejkernel.kernels.common.packed_chunks import equal_lengths
 from ejkernel.kernels.common.sizes import rounded_sizes
+from ejkernel.kernels.common.struct_call import struct_call
 from ejkernel.kernels.linear.sharded import along_length
 from ejkernel.kernels.linear.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
@@ -31,17 +32,8 @@ def bucket(call: Call) -> str:
 def _struct_call(
     *, B: int = 2, T: int = 128, H: int = 2, D: int = 64, Dv: int = 64, dtype: str = "bfloat16", **options: Any
 ) -> Call:
-    """A canonical call on shapes alone; an option given as a function is made inside."""
-    found: list[Call] = []
-
-    def build(q: jax.Array, v: jax.Array) -> None:
-        made: dict[str, Any] = {name: option() if callable(option) else option for name, option in options.items()}
-        call = canonicalise(q, q, v, **made)
-        structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
-        found.append(Call(call.spec, structs))  # pyright: ignore[reportArgumentType]
-
-    jax.eval_shape(build, *(jax.ShapeDtypeStruct((B, T, H, n), dtype) for n in (D, Dv)))
-    return found[0]
+    structs = [jax.ShapeDtypeStruct((B, T, H, n), dtype) for n in (D, D, Dv)]
+    return struct_call(canonicalise, *structs, **options)
 
 
 def probes() -> dict[str, Call]:
@@ -71,9 +63,7 @@ def example(call: Call) -> Arrays:
     gates = {name: -jnp.abs(arrays[name]) / 16 for name in ("g", "g_gamma", "gk", "gv") if name in call}
     arrays |= {name: x.astype(call[name].dtype) for name, x in gates.items()}
     if "cu_seqlens" in call:
-        cu = call["cu_seqlens"]
-        ends = np.linspace(0, call["query"].shape[1], cu.shape[1]).astype(np.int32)
-        arrays["cu_seqlens"] = jnp.broadcast_to(jnp.asarray(ends), cu.shape)
+        arrays["cu_seqlens"] = equal_lengths(call["cu_seqlens"].shape, call["query"].shape[1])
     return arrays
 
 

@@ -13,8 +13,8 @@ from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
 
 
-class _Part(NamedTuple):
-    """What the tokens of some devices do to a state: h becomes `keep_k * h * keep_v + state`.
+class _Transition(NamedTuple):
+    """What the tokens of some devices make of a state: h becomes `keep_k * h * keep_v + state`.
 
     Attributes:
         state: (B, N, H, D, Dv).
@@ -26,30 +26,30 @@ class _Part(NamedTuple):
     keep_k: jax.Array
     keep_v: jax.Array
 
-    def after(self, other: "_Part") -> "_Part":
+    def after(self, other: "_Transition") -> "_Transition":
         """Both, the other first."""
         state = self.keep_k * other.state * self.keep_v + self.state
-        return _Part(state, self.keep_k * other.keep_k, self.keep_v * other.keep_v)
+        return _Transition(state, self.keep_k * other.keep_k, self.keep_v * other.keep_v)
 
 
 def along_length(call: Call, axes: tuple[str, ...], run: Callable[[Call], Arrays]) -> Arrays:
-    """A device's part of a call whose tokens are split over `axes`.
+    """What a device computes of a call whose tokens are split over `axes`.
 
-    Every device walks along its keys and values once for the state alone, gets the state before its tokens from the
-    others in log2(devices) exchanges of one state per head and sequence, and then does its part as if it were all.
+    Every device scans its keys and values once for the state alone, gets the state before its tokens from the others
+    in log2(devices) exchanges of one state per head and sequence, and then runs its tokens as if they were all.
     """
-    devices, here = lax.axis_size(axes), lax.axis_index(axes)
-    order = devices - 1 - here if call.spec.reverse else here
+    devices, device = lax.axis_size(axes), lax.axis_index(axes)
+    order = devices - 1 - device if call.spec.reverse else device
     arrays = dict(call.arrays)
     if "cu_seqlens" in call:
-        # sequences may go on beyond a device: each has a part here, of no tokens perhaps
+        # sequences may go on beyond a device: of each some tokens are on this one, or none
         T = call["query"].shape[1]
-        arrays["cu_seqlens"] = jnp.clip(call["cu_seqlens"] - here * T, 0, T)
+        arrays["cu_seqlens"] = jnp.clip(call["cu_seqlens"] - device * T, 0, T)
     call = replace(call, arrays=arrays)
     initial = arrays.pop("initial_state", None)
-    alone = replace(call, spec=replace(call.spec, with_out=False, with_state=True), arrays=arrays)
-    part = _Part(run(alone)["state"], *_kept(call))
-    start = _before(part, initial, axes, devices, order, call.spec.reverse)
+    of_state = replace(call, spec=replace(call.spec, with_out=False, with_state=True), arrays=arrays)
+    transition = _Transition(run(of_state)["state"], *_kept(call))
+    start = _before(transition, initial, axes, devices, order, call.spec.reverse)
     outputs = run(replace(call, arrays=arrays | {"initial_state": start}))
     if "state" in outputs:
         last = jnp.where(order == devices - 1, outputs["state"], 0.0)
@@ -58,7 +58,7 @@ def along_length(call: Call, axes: tuple[str, ...], run: Callable[[Call], Arrays
 
 
 def _kept(call: Call) -> tuple[jax.Array, jax.Array]:
-    """How much all tokens here keep of the state of every sequence: of key channels, and of value channels."""
+    """How much the tokens of a device keep of the state of every sequence: of key channels, and of value channels."""
     B, T, H, _, _, N = dimensions(call)
     if "cu_seqlens" in call:
         token, cu = jnp.arange(T)[None, :, None], call["cu_seqlens"]
@@ -84,7 +84,12 @@ def _kept(call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def _before(
-    part: _Part, initial: jax.Array | None, axes: tuple[str, ...], devices: int, order: jax.Array, reverse: bool
+    transition: _Transition,
+    initial: jax.Array | None,
+    axes: tuple[str, ...],
+    devices: int,
+    order: jax.Array,
+    reverse: bool,
 ) -> jax.Array:
     """The state before a device's tokens: of all devices that come before it, after the initial state."""
 
@@ -96,11 +101,12 @@ def _before(
 
     distance = 1
     while distance < devices:
-        earlier = _Part(*(from_earlier(x, distance) for x in part))
-        both = part.after(earlier)
-        part = _Part(*(jnp.where(order >= distance, x, y) for x, y in zip(both, part, strict=True)))
+        earlier = _Transition(*(from_earlier(x, distance) for x in transition))
+        both = transition.after(earlier)
+        pairs = zip(both, transition, strict=True)
+        transition = _Transition(*(jnp.where(order >= distance, x, y) for x, y in pairs))
         distance *= 2
-    before = _Part(*(from_earlier(x, 1) for x in part))
+    before = _Transition(*(from_earlier(x, 1) for x in transition))
     # the first device has got zeros, and keeps all of the initial state
     before = before._replace(keep_k=jnp.where(order == 0, 1.0, before.keep_k))
     before = before._replace(keep_v=jnp.where(order == 0, 1.0, before.keep_v))

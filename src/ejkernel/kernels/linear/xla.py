@@ -13,7 +13,7 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import chunks, scans
 from ejkernel.kernels.linear.layout import Layout, layout_of
-from ejkernel.kernels.linear.scans import Walk, Walked
+from ejkernel.kernels.linear.scans import Scan, ScanResult
 from ejkernel.kernels.linear.spec import dimensions
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -22,7 +22,7 @@ from ejkernel.ops.sharding import varying_like
 
 @dataclass(frozen=True)
 class Config:
-    """How a walk is cut.
+    """How a scan is cut.
 
     Attributes:
         chunk: tokens done at once; 1 is the recurrence itself.
@@ -52,58 +52,67 @@ def search_space(call: Call) -> list[Config]:
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
-    return scans.forward(call, partial(walk, config))
+    return scans.forward(call, partial(run_scan, config))
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
-    return scans.backward(call, residuals, cotangents, partial(walk, config))
+    return scans.backward(call, residuals, cotangents, partial(run_scan, config))
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)
 
-_TOKENS = ("a", "b", "c", "g", "inner", "outer", "factor", "balance")
+_TOKENS = ("a", "b", "c", "g", "inner", "outer", "factor", "minuend")
 _product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
-def walk(config: Config, w: Walk) -> Walked:
-    """Take a walk, so many tokens at a time."""
-    if w.descending:
-        return unmirrored(walk(config, mirrored(w)))
-    B, _, H, A = w.a.shape
-    C, layout = w.c.shape[3], layout_of(w, config.chunk)
+def run_scan(config: Config, scan: Scan) -> ScanResult:
+    """The scan, so many tokens at a time."""
+    if scan.descending:
+        return unmirrored(run_scan(config, mirrored(scan)))
+    B, _, H, A = scan.a.shape
+    C, layout = scan.c.shape[3], layout_of(scan, config.chunk)
     rows = layout.valid.shape[1]
     group = max(1, min(config.group, rows))
-    starts = _unknown(jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if w.start is None else w.start)
-    channels = (C,) if w.outer is not None else ()
-    sums_starts = jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if w.sums_start is None else w.sums_start
-    packed = w.cu_seqlens is not None
+    starts = _hidden_zeros(jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if scan.start is None else scan.start)
+    channels = (C,) if scan.outer is not None else ()
+    sums_starts = (
+        jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if scan.sums_start is None else scan.sums_start
+    )
+    packed = scan.cu_seqlens is not None
 
-    def pass_on(starts: jax.Array, state: jax.Array, *x: Any) -> tuple[jax.Array, Any]:
-        """The state behind a group; and those before each of its chunks, and behind."""
-        return lax.scan(partial(_pass_on, starts if packed else None), state, x)
+    def over_chunks(starts: jax.Array, state: jax.Array, *x: Any) -> tuple[jax.Array, Any]:
+        """The state after a group; and those before each of its chunks, and after it."""
+        return lax.scan(partial(_next_state, starts if packed else None), state, x)
+
+    def merged(x: jax.Array) -> jax.Array:
+        """(group, B, ...) to (group * B, ...): what chunks do side by side."""
+        return x.reshape(group * B, *x.shape[2:])
+
+    def unmerged(x: jax.Array) -> jax.Array:
+        return x.reshape(group, B, *x.shape[1:])
 
     def step(carried: Any, x: tuple[Arrays, Any]) -> tuple[Any, Any]:
         """A group: tiles (group, B, H, chunk, ...), flags (group, B)."""
         tile, flags = x
-        (state, aged, sums), many = carried, {name: y.reshape(group * B, *y.shape[2:]) for name, y in tile.items()}
-        gain, keep = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, many))
-        state, (before, behind) = pass_on(starts, state, flags, gain, keep)
-        states = [before.reshape(group * B, *before.shape[2:])]
-        if w.aged:
-            gain, _ = (y.reshape(group, B, *y.shape[1:]) for y in _gain(w, _aged(many)))
-            gain = gain + keep * before * tile["count"][..., None, None]
-            aged, (before, behind) = pass_on(jnp.zeros_like(starts), aged, flags, gain, keep)
-            states.append(before.reshape(group * B, *before.shape[2:]))
-        out, products = _outputs(w, many, *states)
+        (state, tangent, sums), chunk = carried, {name: merged(y) for name, y in tile.items()}
+        gain, keep = map(unmerged, _gain(scan, chunk))
+        state, (before, after) = over_chunks(starts, state, flags, gain, keep)
+        states = [merged(before)]
+        if scan.tangent:
+            gain, _ = _gain(scan, _tangent(chunk))
+            gain = unmerged(gain) + keep * before * tile["count"][..., None, None]
+            tangent, (before, after) = over_chunks(jnp.zeros_like(starts), tangent, flags, gain, keep)
+            states.append(merged(before))
+        out, products = _outputs(scan, chunk, *states)
         if products is not None:
-            products = products.reshape(group, B, *products.shape[1:])
-        if products is not None and w.balance is not None:
-            products = tile["balance"] - products
+            products = unmerged(products)
+        if products is not None and scan.minuend is not None:
+            products = tile["minuend"] - products
             total = products.sum(3)
-            sums, (before, _) = pass_on(sums_starts, sums, flags, total, jnp.ones_like(total))
+            sums, (before, _) = over_chunks(sums_starts, sums, flags, total, jnp.ones_like(total))
             products = jnp.cumsum(products, 3) + jnp.expand_dims(before, 3)
-        out = out.reshape(group, B, *out.shape[1:]) if w.with_out and out is not None else None
-        return (state, aged, sums), (out, products, behind if w.with_state and packed else None)
+        out = unmerged(out) if scan.with_out and out is not None else None
+        return (state, tangent, sums), (out, products, after if scan.with_state and packed else None)
 
     def grouped(x: Any) -> jax.Array:
         """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
@@ -111,21 +120,20 @@ def walk(config: Config, w: Walk) -> Walked:
         x = jnp.pad(x, ((0, -rows % group), *((0, 0),) * (x.ndim - 1)))
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
-    tokens = {name: grouped(x) for name, x in _tokens(w, layout).items()}
-    states = (starts[:, 0], _unknown(jnp.zeros_like(starts[:, 0])), sums_starts[:, 0])
+    tokens = {name: grouped(x) for name, x in _tokens(scan, layout).items()}
+    states = (starts[:, 0], _hidden_zeros(jnp.zeros_like(starts[:, 0])), sums_starts[:, 0])
     states = varying_like(states, (tokens, starts, sums_starts))
-    (state, aged, _), found = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
-    out, products, behind = (None if x is None else x.reshape(x.shape[0] * group, *x.shape[2:])[:rows] for x in found)
-    return Walked(
-        None if out is None else layout.scatter(out).astype(w.c.dtype),
-        layout.final_states(*((jnp.zeros_like(starts), aged) if w.aged else (starts, state)), behind)
-        if w.with_state
-        else None,
+    (state, tangent, _), groups = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
+    out, products, after = jax.tree.map(lambda x: x.reshape(x.shape[0] * group, *x.shape[2:])[:rows], groups)
+    starts, state = (jnp.zeros_like(starts), tangent) if scan.tangent else (starts, state)
+    return ScanResult(
+        None if out is None else layout.scatter(out).astype(scan.c.dtype),
+        layout.final_states(starts, state, after) if scan.with_state else None,
         None if products is None else layout.scatter(products),
     )
 
 
-def _unknown(state: jax.Array) -> jax.Array:
+def _hidden_zeros(state: jax.Array) -> jax.Array:
     """The state, hidden from the compiler, which may know that it is zero.
 
     XLA for CPUs leaves a product with such zeros unwritten (jaxlib 0.10.2 seldom, 0.12.0.1 often) and goes on with
@@ -134,30 +142,30 @@ def _unknown(state: jax.Array) -> jax.Array:
     return lax.optimization_barrier(state)
 
 
-def _tokens(w: Walk, layout: Layout) -> Arrays:
-    """The arrays of a walk in chunks, float32; the decays of heads in one."""
-    found = {name: layout.gather(getattr(w, name)) for name in _TOKENS if getattr(w, name) is not None}
-    found = {name: x.astype(jnp.float32) for name, x in found.items()}
-    found |= {name: jnp.maximum(found[name], chunks.LEAST_DECAY) for name in ("g", "inner", "outer") if name in found}
-    if w.g_gamma is not None:
+def _tokens(scan: Scan, layout: Layout) -> Arrays:
+    """The arrays of a scan in chunks, float32; the decays of heads in one."""
+    given = {name: getattr(scan, name) for name in _TOKENS if getattr(scan, name) is not None}
+    tiles = {name: layout.gather(x).astype(jnp.float32) for name, x in given.items()}
+    tiles |= {name: jnp.maximum(tiles[name], chunks.LEAST_DECAY) for name in ("g", "inner", "outer") if name in tiles}
+    if scan.g_gamma is not None:
         # padding of a chunk does not decay the state
-        gamma = jnp.where(layout.valid[..., None], jnp.maximum(w.g_gamma, chunks.LEAST_DECAY)[:, None, None], 0)
+        gamma = jnp.where(layout.valid[..., None], jnp.maximum(scan.g_gamma, chunks.LEAST_DECAY)[:, None, None], 0)
         gamma = jnp.moveaxis(gamma, -1, 2)
-        found["g"] = found.get("g", 0.0) + jnp.broadcast_to(gamma, (w.a.shape[0], *gamma.shape[1:]))
-    if w.aged:
+        tiles["g"] = tiles.get("g", 0.0) + jnp.broadcast_to(gamma, (scan.a.shape[0], *gamma.shape[1:]))
+    if scan.tangent:
         count = jnp.asarray(layout.valid).sum(-1, dtype=jnp.float32)[:, :, None]
-        found["count"] = jnp.broadcast_to(count, (w.a.shape[0], *count.shape[1:]))
-    return found
+        tiles["count"] = jnp.broadcast_to(count, (scan.a.shape[0], *count.shape[1:]))
+    return tiles
 
 
-def _pass_on(starts: jax.Array | None, state: jax.Array, x: Any) -> tuple[jax.Array, Any]:
-    """The state behind a chunk, from the one before; and both. `starts` are those of packed sequences."""
+def _next_state(starts: jax.Array | None, state: jax.Array, x: Any) -> tuple[jax.Array, Any]:
+    """The state after a chunk, from the one before; and both. `starts` are those of packed sequences."""
     (first, sequence), added, keep = x
     if starts is not None:
         sequence, first = (jnp.broadcast_to(y, state.shape[:1]) for y in (sequence, first))
         state = _select(first, _rows_at(sequence, starts), state)
-    behind = keep * state + added
-    return behind, (state, behind)
+    after = keep * state + added
+    return after, (state, after)
 
 
 def _rows_at(index: jax.Array, x: jax.Array) -> jax.Array:
@@ -172,22 +180,22 @@ def _select(where: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 # Chunks: tiles are (B, H, chunk, channels) and (B, H, chunk), where B may be several chunks' -----------------
 
 
-def _gain(w: Walk, x: Arrays) -> tuple[jax.Array, jax.Array]:
+def _gain(scan: Scan, x: Arrays) -> tuple[jax.Array, jax.Array]:
     """What a chunk adds to the state, and how much it keeps of it."""
     chunk = x["a"].shape[2]
-    _, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, w.late))
-    everything = np.ones((1, chunk), np.float32)
+    _, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, scan.deferred))
+    all_tokens = np.ones((1, chunk), np.float32)
     # g counts once: with the inner decays
     keep = _decayed(
-        jnp.ones((*x["b"].shape[:2], x["b"].shape[3], 1), jnp.float32), x, "inner", everything, transposed=True
+        jnp.ones((*x["b"].shape[:2], x["b"].shape[3], 1), jnp.float32), x, "inner", all_tokens, transposed=True
     )
-    keep = keep * jnp.exp(_product("rl,bhlc->bhrc", everything, x["outer"])) if "outer" in x else keep
+    keep = keep * jnp.exp(_product("rl,bhlc->bhrc", all_tokens, x["outer"])) if "outer" in x else keep
     b, c = _decayed(x["b"], x, "inner", to_end), _decayed(x["c"], x, "outer", to_end)
     return _product("bhia,bhic->bhac", b, c), keep
 
 
-def _aged(x: Arrays) -> Arrays:
-    """With b times the number of decays from each token to the end of its chunk: what an early walk's state gains."""
+def _tangent(x: Arrays) -> Arrays:
+    """With b times the number of decays from each token to the end of its chunk: what the tangent of a state gains."""
     to_end = jnp.maximum(x["count"][..., None] - _upto(x), 0)
     return x | {"b": x["b"] * to_end[..., None]}
 
@@ -198,27 +206,26 @@ def _upto(x: Arrays) -> np.ndarray:
 
 
 def _outputs(
-    w: Walk, x: Arrays, h: jax.Array, aged: jax.Array | None = None
+    scan: Scan, x: Arrays, h: jax.Array, tangent: jax.Array | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The output of a chunk and its products, where they are wanted, from the states before it."""
-    if not w.with_out and w.factor is None:
+    if not scan.with_out and scan.factor is None:
         return None, None
-    to_start, _ = (m.astype(np.float32) for m in chunks.ends(x["a"].shape[2], w.late))
-    looking, scores = _decayed(x["a"], x, "inner", to_start), _scores(x, w.late)
-    if aged is not None:
+    to_start, _ = (m.astype(np.float32) for m in chunks.ends(x["a"].shape[2], scan.deferred))
+    decayed, scores = _decayed(x["a"], x, "inner", to_start), _scores(x, scan.deferred)
+    if tangent is not None:
         token = _upto(x)
-        looking, h = jnp.concatenate([token[:, None] * looking, looking], 3), jnp.concatenate([h, aged], 2)
+        decayed, h = jnp.concatenate([token[:, None] * decayed, decayed], 3), jnp.concatenate([h, tangent], 2)
         scores *= token[:, None] - token[None, :]
-    looked = _product("bhia,bhac->bhic", looking, h)
-    looked = _decayed(looked, x, "outer", to_start)
-    others = w.scale * (looked + _others(x, scores, w.late))
+    from_state = _decayed(_product("bhia,bhac->bhic", decayed, h), x, "outer", to_start)
+    others = scan.scale * (from_state + _others(x, scores, scan.deferred))
     products = None
-    if w.factor is not None:
+    if scan.factor is not None:
         products = x["factor"] * others
-        products = products if w.outer is not None else products.sum(-1)
-    if aged is not None:  # what a token gives itself has not been decayed
+        products = products if scan.outer is not None else products.sum(-1)
+    if tangent is not None:  # what a token gives itself has not been decayed
         return others, products
-    diagonal = w.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
+    diagonal = scan.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
     return others + diagonal, products
 
 
@@ -235,7 +242,7 @@ def _decayed(y: jax.Array, x: Arrays, name: str, reach: np.ndarray, transposed: 
     return y
 
 
-def _scores(x: Arrays, late: bool) -> jax.Array:
+def _scores(x: Arrays, deferred: bool) -> jax.Array:
     """(B, H, chunk, chunk): a_i . b_j, decayed from j to i by inner and head decays, for j before i; zero elsewhere."""
     chunk = x["a"].shape[2]
     lower = np.tri(chunk, k=-1, dtype=bool)
@@ -243,46 +250,48 @@ def _scores(x: Arrays, late: bool) -> jax.Array:
         scores = jnp.where(lower, _product("bhia,bhja->bhij", x["a"], x["b"]), 0)
     else:
         scores = jnp.zeros((*x["a"].shape[:3], chunk), jnp.float32)
-        for level, p, q in _factors(x["inner"], late):
+        for level, p, q in _factors(x["inner"], deferred):
             scores = jnp.where(level.pairs, _product("bhia,bhja->bhij", x["a"] * p, x["b"] * q), scores)
     if "g" in x:
-        to_start, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, late))
-        # decays between j and i, which are those behind j up to i: sums of them alone, so that nothing cancels
+        to_start, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, deferred))
+        # decays between j and i, which are those after j up to i: sums of them alone, so that nothing cancels
         between = _product("il,bhlj->bhij", to_start, x["g"][..., None] * to_end.T)
         scores = jnp.where(lower, scores * jnp.exp(jnp.where(lower, between, 0)), 0)
     return scores
 
 
-def _others(x: Arrays, scores: jax.Array, late: bool) -> jax.Array:
+def _others(x: Arrays, scores: jax.Array, deferred: bool) -> jax.Array:
     """What the tokens of a chunk get from those before them in it."""
     if "outer" not in x:
         return _product("bhij,bhjc->bhic", scores, x["c"])
     out = jnp.zeros(x["c"].shape, jnp.float32)
-    for level, p, q in _factors(x["outer"], late):
+    for level, p, q in _factors(x["outer"], deferred):
         out += p * _product("bhij,bhjc->bhic", jnp.where(level.pairs, scores, 0), x["c"] * q)
     return out
 
 
-def _factors(gates: jax.Array, late: bool) -> list[tuple[chunks.Level, jax.Array, jax.Array]]:
+def _factors(gates: jax.Array, deferred: bool) -> list[tuple[chunks.Level, jax.Array, jax.Array]]:
     """Of every level, what its pairs are weighed with: that of i and that of j, per channel."""
-    chunk, found = gates.shape[2], []
-    for level in chunks.levels(chunk, late):
+    chunk, factors = gates.shape[2], []
+    for level in chunks.levels(chunk, deferred):
         factor = jnp.exp(_product("rl,bhlc->bhrc", level.reach.astype(np.float32), gates))
-        found.append((level, factor, factor))
-    level = chunks.near(chunk, late)
+        factors.append((level, factor, factor))
+    level = chunks.near(chunk, deferred)
     total = _product("rl,bhlc->bhrc", level.reach.astype(np.float32), jnp.maximum(gates, chunks.NEAR_DECAY))
-    return [*found, (level, jnp.exp(total), jnp.exp(-total))]
+    return [*factors, (level, jnp.exp(total), jnp.exp(-total))]
 
 
-def mirrored(w: Walk) -> Walk:
-    """The same walk the other way, on arrays turned round: `unmirrored` turns its results back."""
+def mirrored(scan: Scan) -> Scan:
+    """The same scan the other way, on reversed arrays: `unmirrored` reverses its results."""
     names = (*_TOKENS, "start", "sums_start")
-    flipped: dict[str, Any] = {name: jnp.flip(getattr(w, name), 1) for name in names if getattr(w, name) is not None}
-    if w.cu_seqlens is not None:
+    flipped: dict[str, Any] = {
+        name: jnp.flip(getattr(scan, name), 1) for name in names if getattr(scan, name) is not None
+    }
+    if scan.cu_seqlens is not None:
         # padding comes first then, and the last sequence
-        flipped["cu_seqlens"] = w.a.shape[1] - jnp.flip(w.cu_seqlens, 1)
-    return replace(w, descending=not w.descending, **flipped)
+        flipped["cu_seqlens"] = scan.a.shape[1] - jnp.flip(scan.cu_seqlens, 1)
+    return replace(scan, descending=not scan.descending, **flipped)
 
 
-def unmirrored(walked: Walked) -> Walked:
-    return Walked(*(None if x is None else jnp.flip(x, 1) for x in walked))
+def unmirrored(result: ScanResult) -> ScanResult:
+    return ScanResult(*(None if x is None else jnp.flip(x, 1) for x in result))

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.common.packed_chunks import equal_lengths
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.pooling.spec import canonicalise
 from ejkernel.ops import Call, Dims, Operation, Splits
@@ -29,9 +30,7 @@ def example(call: Call) -> Arrays:
     """A call like this one whose sequences are equally long."""
     arrays = random_arrays(call)
     if "cu_seqlens" in call:
-        cu = call["cu_seqlens"]
-        ends = np.linspace(0, call["x"].shape[1], cu.shape[1]).astype(np.int32)
-        arrays["cu_seqlens"] = jnp.broadcast_to(jnp.asarray(ends), cu.shape)
+        arrays["cu_seqlens"] = equal_lengths(call["cu_seqlens"].shape, call["x"].shape[1])
     return arrays
 
 

@@ -1,11 +1,11 @@
-"""Linear attention on TPUs, in Pallas: every walk is one kernel; here is how long its chunks are, and what they take.
+"""Linear attention on TPUs, in Pallas: every scan is one kernel; here is how long its chunks are, and what they take.
 
 VMEM in bytes, for chunks of L tokens and W channels, the larger of both dimensions, rounded up:
 
-    blocks    of every array, as the walk asks for them, whole tiles; twice, for the pipeline copies one meanwhile
-    scratch   as the walk asks for it
+    blocks    of every array, as the scan asks for them, whole tiles; twice, for the pipeline copies one meanwhile
+    scratch   as the scan asks for it
     values    4 * L * W * 8 + 4 * L * L * 4 + 4 * W * W * 3; half as much again for float32, whose
-              products take several passes, and two more states for an aged walk
+              products take several passes, and two more states for a tangent scan
 
 libtpu 0.0.42 allocates less, 6.4 of 7.4 MiB for every gate in float32 with W 256.
 """
@@ -24,8 +24,8 @@ from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, chip_of, 
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import scans, xla
 from ejkernel.kernels.linear.layout import Layout, layout_of
-from ejkernel.kernels.linear.pallas_tpu.scan import Steps
-from ejkernel.kernels.linear.scans import Walk, Walked
+from ejkernel.kernels.linear.pallas_tpu.scan import ScanKernel
+from ejkernel.kernels.linear.scans import Scan, ScanResult
 from ejkernel.kernels.linear.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation, Target
 from ejkernel.ops.autodiff import default_rules
@@ -48,23 +48,23 @@ class Config:
 
 
 def vmem_bytes(call: Call, config: Config) -> int:
-    """Bytes of VMEM that the largest walk of a call needs; the arithmetic is at the top of this file."""
+    """Bytes of VMEM that the largest scan of a call needs; the arithmetic is at the top of this file."""
     shapes = tuple((name, x.shape, str(x.dtype)) for name, x in call.arrays.items())
-    return _largest_walk(call.spec, shapes, config.chunk)
+    return _largest_scan(call.spec, shapes, config.chunk)
 
 
 @lru_cache(maxsize=256)
-def _largest_walk(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
-    found = [0]
+def _largest_scan(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
+    needs = [0]
 
-    def measure(w: Walk) -> Walked:
-        layout = layout_of(w, chunk)
-        if _any(w, layout):
-            found.append(Steps(w, chunk, layout).vmem_bytes())
-        B, T, H, C = w.c.shape
-        state = jnp.zeros((B, layout.sequences, H, w.a.shape[3], C)) if w.with_state else None
-        products = jnp.zeros((B, T, H) if w.outer is None else w.c.shape) if w.factor is not None else None
-        return Walked(w.c if w.with_out else None, state, products)
+    def measure(scan: Scan) -> ScanResult:
+        layout = layout_of(scan, chunk)
+        if _has_tokens(scan, layout):
+            needs.append(ScanKernel(scan, chunk, layout).vmem_bytes())
+        B, T, H, C = scan.c.shape
+        state = jnp.zeros((B, layout.sequences, H, scan.a.shape[3], C)) if scan.with_state else None
+        products = jnp.zeros((B, T, H) if scan.outer is None else scan.c.shape) if scan.factor is not None else None
+        return ScanResult(scan.c if scan.with_out else None, state, products)
 
     def both(arrays: Any) -> None:
         call = Call(spec, arrays)
@@ -73,12 +73,12 @@ def _largest_walk(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
 
     with default_rules():
         jax.eval_shape(both, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes})
-    return max(found)
+    return max(needs)
 
 
-def _any(w: Walk, layout: Layout) -> bool:
-    """Whether there is anything to walk along: no kernel has a grid of nothing."""
-    return 0 not in w.a.shape[:3] and layout.sequences > 0
+def _has_tokens(scan: Scan, layout: Layout) -> bool:
+    """Whether there is anything to scan: no kernel has an empty grid."""
+    return 0 not in scan.a.shape[:3] and layout.sequences > 0
 
 
 def smem_bytes(call: Call, config: Config) -> int:
@@ -117,19 +117,19 @@ def default_config(call: Call) -> Config:
 
 
 def search_space(call: Call) -> list[Config]:
-    found = [Config(chunk) for chunk in (16, 32, 64, 128, 256)]
-    return [config for config in found if not unsupported_config(call, config)]
+    configs = [Config(chunk) for chunk in (16, 32, 64, 128, 256)]
+    return [config for config in configs if not unsupported_config(call, config)]
 
 
-# A walk ------------------------------------------------------------------------------------------------------
+# A scan ------------------------------------------------------------------------------------------------------
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
-    return scans.forward(call, partial(walk, config, call.target))
+    return scans.forward(call, partial(run_scan, config, call.target))
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
-    return scans.backward(call, residuals, cotangents, partial(walk, config, call.target))
+    return scans.backward(call, residuals, cotangents, partial(run_scan, config, call.target))
 
 
 IMPLEMENTATION = Implementation(
@@ -137,27 +137,27 @@ IMPLEMENTATION = Implementation(
 )
 
 
-def walk(config: Config, target: Target, w: Walk) -> Walked:
-    """Take a walk, so many tokens at a time."""
-    layout = layout_of(w, config.chunk)
-    if not _any(w, layout):
-        return xla.walk(xla.Config(), w)
-    steps = Steps(w, config.chunk, layout)
-    arrays, outputs = steps.operands(), steps.outputs()
-    found = launch(
-        steps.linear_walk,
+def run_scan(config: Config, target: Target, scan: Scan) -> ScanResult:
+    """The scan, so many tokens at a time."""
+    layout = layout_of(scan, config.chunk)
+    if not _has_tokens(scan, layout):
+        return xla.run_scan(xla.Config(), scan)
+    kernel = ScanKernel(scan, config.chunk, layout)
+    arrays, outputs = kernel.operands(), kernel.outputs()
+    results = launch(
+        kernel.linear_scan_kernel,
         target=target,
-        grid=steps.grid,
-        scalars=list(steps.scalars.values()),
+        grid=kernel.grid,
+        scalars=list(kernel.scalars.values()),
         arrays=arrays,
         outputs=outputs,
-        scratch={name: pltpu.VMEM(shape, jnp.float32) for name, shape in steps.scratch().items()},
-        cost=steps.cost(arrays, outputs),
+        scratch={name: pltpu.VMEM(shape, jnp.float32) for name, shape in kernel.scratch().items()},
+        cost=kernel.cost(arrays, outputs),
         parallel=2,
     )
-    out, state, products = (found.get(name) for name in ("out", "state", "products"))
-    return Walked(
-        None if out is None else steps.from_tokens(out).astype(w.c.dtype),
-        None if state is None else steps.final_states(state),
-        None if products is None else steps.from_products(products),
+    out, state, products = (results.get(name) for name in ("out", "state", "products"))
+    return ScanResult(
+        None if out is None else kernel.from_tokens(out).astype(scan.c.dtype),
+        None if state is None else kernel.final_states(state),
+        None if products is None else kernel.from_products(products),
     )

@@ -1,8 +1,8 @@
-"""One chunk of a walk on a TPU: tiles are (tokens, channels), and what belongs to a token alone is a column.
+"""One chunk of a scan on a TPU: tiles are (tokens, channels), and what belongs to a token alone is a column.
 
-The zeros and ones of `chunks` come as one array, turned round for a walk that descends: so no token is ever moved.
+The zeros and ones of `chunks` come as one array, reversed for a scan that descends: so no token is ever moved.
 Sums of log decays are products of the matrix unit with those. It multiplies bfloat16, so a float32 gate goes in as
-three numbers of that kind, which add up to it exactly. Decays of a whole head need no such product: between two tokens
+three terms of that dtype, which add up to it exactly. Decays of a whole head need no such product: between two tokens
 lie as many as their distance.
 """
 
@@ -21,41 +21,41 @@ from ejkernel.kernels.linear import chunks
 
 # rows of a product of which one is wanted: a tile of bfloat16 has so many
 ROWS = 16
-_FLOAT32_PARTS = 3
-_TOP_HALF = -65536
+_FLOAT32_TERMS = 3
+_HIGH_BITS = -65536
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is static about the chunks of a walk.
+    """What is static about the chunks of a scan.
 
     Attributes:
         size: tokens of a chunk.
-        late, descending, scale: of the walk.
+        deferred, descending, scale: of the scan.
         by_channel: whether there are decays of channels.
-        fine: whether what is computed of bfloat16 inputs is multiplied as two numbers of that kind, not rounded to one.
-        parts: how many bfloat16 numbers each of the gates is, by name.
+        split: whether what is computed of bfloat16 inputs is multiplied as two terms of that dtype, not rounded to one.
+        terms: of how many bfloat16 numbers each of the gates is the sum, by name.
     """
 
     size: int
-    late: bool
+    deferred: bool
     descending: bool
     scale: float
     by_channel: bool
-    fine: bool
-    parts: dict[str, int]
+    split: bool
+    terms: dict[str, int]
 
     @cached_property
     def matrices(self) -> dict[str, np.ndarray]:
         """Zeros and ones (size, size) by name, in the order of the tokens in memory."""
-        to_start, to_end = chunks.ends(self.size, self.late)
-        found = {"to_start": to_start, "to_end": to_end, "until": chunks.ends(self.size, late=False)[0]}
-        found["before"] = np.tri(self.size, k=-1, dtype=bool)
+        to_start, to_end = chunks.ends(self.size, self.deferred)
+        matrices = {"to_start": to_start, "to_end": to_end, "until": chunks.ends(self.size, deferred=False)[0]}
+        matrices["before"] = np.tri(self.size, k=-1, dtype=bool)
         if self.by_channel:
-            levels = [*chunks.levels(self.size, self.late), chunks.near(self.size, self.late)]
+            levels = [*chunks.levels(self.size, self.deferred), chunks.near(self.size, self.deferred)]
             for n, level in enumerate(levels):
-                found[f"pairs {n}"], found[f"reach {n}"] = level
-        return {name: m[::-1, ::-1] if self.descending else m for name, m in found.items()}
+                matrices[f"pairs {n}"], matrices[f"reach {n}"] = level
+        return {name: m[::-1, ::-1] if self.descending else m for name, m in matrices.items()}
 
     @property
     def levels(self) -> int:
@@ -63,9 +63,9 @@ class Chunk:
         return sum(name.startswith("pairs") for name in self.matrices)
 
 
-def parts_of(dtype: Any) -> int:
+def bfloat16_terms(dtype: Any) -> int:
     """How many bfloat16 numbers add up to one of a dtype."""
-    return 1 if dtype == jnp.bfloat16 else _FLOAT32_PARTS
+    return 1 if dtype == jnp.bfloat16 else _FLOAT32_TERMS
 
 
 class Heads(NamedTuple):
@@ -82,7 +82,7 @@ class Tile:
     """A chunk inside the kernel.
 
     Attributes:
-        arrays: a, b (L, A), c (L, C); `g` (1, L) and `inner`, `outer` in float32, each where the walk has it.
+        arrays: a, b (L, A), c (L, C); `g` (1, L) and `inner`, `outer` in float32, each where the scan has it.
         matrices: a ref to those of `chunk`, stacked.
         tokens: how many there are.
         gamma: the log decay of every token of this head, a scalar; None if there is none.
@@ -102,49 +102,46 @@ class Tile:
 
     def sums(self, matrix: str, gate: str) -> jax.Array:
         """The log decays (L, channels) that each token reaches over."""
-        return added(self.matrix(matrix), self.arrays[gate], (1, 0), self.chunk.parts[gate])
+        return added(self.matrix(matrix), self.arrays[gate], (1, 0), self.chunk.terms[gate])
 
     @cached_property
     def heads(self) -> Heads | None:
-        found = []
+        sums = []
         if "g" in self.arrays:
-            found.append(self._of_tokens(self.arrays["g"]))
+            sums.append(self._of_tokens(self.arrays["g"]))
         if self.gamma is not None:
-            found.append(self._of_all())
-        return Heads(*map(sum, zip(*found, strict=True))) if found else None  # pyright: ignore
+            sums.append(Heads(*(n * self.gamma for n in self._counts)))
+        return Heads(*map(sum, zip(*sums, strict=True))) if sums else None  # pyright: ignore
 
     def _of_tokens(self, g: jax.Array) -> Heads:
         to_start, to_end = (self.matrix(name).astype(jnp.float32) * g for name in ("to_start", "to_end"))
         # those up to i which are behind j: sums of them alone, so that nothing cancels
-        between = added(self.matrix("to_end"), to_start, (1, 1), self.chunk.parts["g"], matrix_last=True)
+        between = added(self.matrix("to_end"), to_start, (1, 1), self.chunk.terms["g"], matrix_last=True)
         return Heads(between, *(x.sum(1, keepdims=True) for x in (to_start, to_end, g)))
-
-    def _of_all(self) -> Heads:
-        return Heads(*(n * self.gamma for n in self._counts))
 
     @cached_property
     def _counts(self) -> Heads:
         """How many tokens' decays there are; of padding none, but between two of it."""
-        L, itself = self.chunk.size, 0 if self.chunk.late else 1
+        L, own_decay = self.chunk.size, 0 if self.chunk.deferred else 1
         row, column = (lax.broadcasted_iota(jnp.int32, (L, L), axis) for axis in (0, 1))
         token = lax.broadcasted_iota(jnp.int32, (L, 1), 0)
         done = self.tokens - 1 - token if self.chunk.descending else token
-        everything = jnp.full((1, 1), self.tokens, jnp.int32)
-        counts = (jnp.abs(row - column), done + itself, self.tokens - done - itself, everything)
+        all_tokens = jnp.full((1, 1), self.tokens, jnp.int32)
+        counts = (jnp.abs(row - column), done + own_decay, self.tokens - done - own_decay, all_tokens)
         return Heads(*(jnp.maximum(n, 0).astype(jnp.float32) for n in counts))
 
     # What is multiplied ------------------------------------------------------------------------------------------
 
     def operand(self, x: jax.Array) -> jax.Array:
         """float32 x as `dot` takes it."""
-        return x if self.chunk.fine else x.astype(self.arrays["c"].dtype)
+        return x if self.chunk.split else x.astype(self.arrays["c"].dtype)
 
     def dot(self, x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-        if not self.chunk.fine:
+        if not self.chunk.split:
             return matmul(x, y, contract, lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
-        # what is left out is the product of both remainders
-        (top, *low), (other_top, *other_low) = _halves(x), _halves(y)
-        pairs = [(top, other_top), *((part, other_top) for part in low), *((top, part) for part in other_low)]
+        # what is left out is the product of both low terms
+        (high, *low), (other_high, *other_low) = _high_and_low(x), _high_and_low(y)
+        pairs = [(high, other_high), *((term, other_high) for term in low), *((high, term) for term in other_low)]
         return sum(matmul(*pair, contract) for pair in pairs)  # pyright: ignore
 
     def _weighed(self, x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -152,30 +149,30 @@ class Tile:
 
     # A chunk -----------------------------------------------------------------------------------------------------
 
-    def out(self, state: jax.Array, aged: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def out(self, state: jax.Array, tangent: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """What the tokens get from those before them, and from themselves: (L, C) each.
 
-        With the state of an aged walk, that walk's: what a token gives itself has not been decayed.
+        With the tangent of the state, that of the output: what a token gives itself has not been decayed.
         """
         a, b, c = (self.arrays[name] for name in "abc")
-        looking, scores = self._decayed(a, "to_start", "inner"), self._scores()
-        before = self.dot(looking, self.operand(state), (1, 0))
-        if aged is not None:
-            before = before * self._counts.to_start + self.dot(looking, self.operand(aged), (1, 0))
+        decayed, scores = self._decayed(a, "to_start", "inner"), self._scores()
+        before = self.dot(decayed, self.operand(state), (1, 0))
+        if tangent is not None:
+            before = before * self._counts.to_start + self.dot(decayed, self.operand(tangent), (1, 0))
             scores = scores * self._counts.between
         if (total := self._total("to_start", "outer", heads=True)) is not None:
             before = before * jnp.exp(total)
         others = before + self._inside(scores)
-        if aged is not None:
+        if tangent is not None:
             return self.chunk.scale * others, jnp.zeros_like(others)
         diagonal = (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True) * c.astype(jnp.float32)
         return self.chunk.scale * others, self.chunk.scale * diagonal
 
-    def next_aged(self, state: jax.Array, aged: jax.Array) -> jax.Array:
+    def next_tangent(self, state: jax.Array, tangent: jax.Array) -> jax.Array:
         """(A, C), from both before the chunk."""
         older = self.arrays["b"].astype(jnp.float32) * self._counts.to_end
         tile = replace(self, arrays=self.arrays | {"b": self.operand(older)})
-        return tile.next_state(aged + self._counts.total * state)
+        return tile.next_state(tangent + self._counts.total * state)
 
     def next_state(self, state: jax.Array) -> jax.Array:
         """(A, C), from that before the chunk."""
@@ -189,7 +186,7 @@ class Tile:
             # a sum over tokens for each row of the state, in all of its lanes
             ones = jnp.ones((self.chunk.size, state.shape[1]), jnp.bfloat16)
             state = state * jnp.exp(
-                added(ones, self.arrays["inner"], (0, 0), self.chunk.parts["inner"], matrix_last=True)
+                added(ones, self.arrays["inner"], (0, 0), self.chunk.terms["inner"], matrix_last=True)
             )
         return state + self.dot(b, c, (0, 0))
 
@@ -229,13 +226,13 @@ class Tile:
 
         def add(level: jax.Array, out: jax.Array) -> jax.Array:
             p, q = self._factors("outer", level)
-            mine = jnp.where(self._pairs("pairs 0", level), scores, 0.0)
-            return out + p * self.dot(self.operand(mine), self._weighed(c, q), (1, 0))
+            of_level = jnp.where(self._pairs("pairs 0", level), scores, 0.0)
+            return out + p * self.dot(self.operand(of_level), self._weighed(c, q), (1, 0))
 
         return self._over_levels(add, c.shape)
 
     def _over_levels(self, add: Callable[[jax.Array, jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """What every level adds to zeros. A loop, not its steps one by one: those would all hold memory at once."""
+        """What every level adds to zeros. A loop, not unrolled: its iterations would all hold memory at once."""
 
         def step(_: Any, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             level, x = carried  # counted here: with 64 bits on, the loop's own index is of two widths in Mosaic
@@ -251,7 +248,7 @@ class Tile:
             for pair in ((chunks.NEAR_DECAY, chunks.LEAST_DECAY), (-1.0, 1.0))
         )
         gates = jnp.maximum(self.arrays[gate], least)
-        total = added(self.matrix("reach 0", level), gates, (1, 0), self.chunk.parts[gate])
+        total = added(self.matrix("reach 0", level), gates, (1, 0), self.chunk.terms[gate])
         return jnp.exp(total), jnp.exp(total * sign)
 
     def _pairs(self, name: str, level: Any = 0) -> jax.Array:
@@ -260,11 +257,11 @@ class Tile:
     # Products ----------------------------------------------------------------------------------------------------
 
     def running(self, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums of x (L, C) along the walk, and the last of them (1, C), as `before` is."""
+        """Sums of x (L, C) along the scan, and the last of them (1, C), as `before` is."""
         return added(self.matrix("until"), x, (1, 0)) + before, x.sum(0, keepdims=True) + before
 
     def running_lanes(self, x: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums of x (ROWS, L), all rows the same, along the walk, and the last of them (1, 1), as `before` is."""
+        """Sums of x (ROWS, L), all rows the same, along the scan, and the last of them (1, 1), as `before` is."""
         return added(self.matrix("until"), x, (1, 1), matrix_last=True) + before, x[:1].sum(1, keepdims=True) + before
 
 
@@ -272,16 +269,16 @@ def added(
     matrix: jax.Array,
     x: jax.Array,
     contract: tuple[int, int],
-    parts: int = _FLOAT32_PARTS,
+    terms: int = _FLOAT32_TERMS,
     matrix_last: bool = False,
 ) -> jax.Array:
     """The product of float32 x with a matrix of zeros and ones: nothing is rounded but the sums."""
     total = None
-    for n in range(parts):
+    for n in range(terms):
         # what bfloat16 holds of it; cut off, not rounded: a compiler may take out a pair of conversions
-        part = x if n == parts - 1 else _top(x)
-        x = x - part
-        operands = (part.astype(jnp.bfloat16), matrix) if matrix_last else (matrix, part.astype(jnp.bfloat16))
+        term = x if n == terms - 1 else _high(x)
+        x = x - term
+        operands = (term.astype(jnp.bfloat16), matrix) if matrix_last else (matrix, term.astype(jnp.bfloat16))
         product = matmul(*operands, contract)
         total = product if total is None else total + product
     return total  # pyright: ignore
@@ -292,14 +289,14 @@ def row_sums(x: jax.Array) -> jax.Array:
     return added(jnp.ones((ROWS, x.shape[1]), jnp.bfloat16), x, (1, 1))
 
 
-def _halves(x: jax.Array) -> list[jax.Array]:
-    """bfloat16 x, or what bfloat16 holds of float32 x, and of the rest."""
+def _high_and_low(x: jax.Array) -> list[jax.Array]:
+    """bfloat16 x, or what bfloat16 holds of float32 x, and of what that leaves."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    top = _top(x)
-    return [top.astype(jnp.bfloat16), (x - top).astype(jnp.bfloat16)]
+    high = _high(x)
+    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
-def _top(x: jax.Array) -> jax.Array:
-    word = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_TOP_HALF)
+def _high(x: jax.Array) -> jax.Array:
+    word = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_HIGH_BITS)
     return lax.bitcast_convert_type(word, jnp.float32)
