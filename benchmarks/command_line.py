@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks.outputs import drawable, writable
 from ejkernel.cli import screen
-from ejkernel.cli.outputs import drawable, writable
 
 if TYPE_CHECKING:
     from benchmarks.measuring.benchmark import Benchmark, Contender
@@ -107,8 +107,8 @@ def _run(name: str, options: Options) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
+    from benchmarks.measuring.machine import machine
     from benchmarks.reporting import report
-    from ejkernel.cli.info import machine
 
     benchmark = all_benchmarks()[name]
     console, backend = screen.console(), jax.default_backend()
@@ -165,13 +165,14 @@ def every(
 
     quick = jax.default_backend() == "cpu" if quick is None else quick
     console, failed = screen.console(), []
+    can_draw = drawable(folder / "benchmark.svg") is not None
     for name in all_benchmarks():
         console.print(f"[bold]{name}[/]")
         path = writable(folder / f"{name}_{target_of(()).kind}.json")
         assert path is not None
         settings = {
             "json": path,
-            "plot": path.with_suffix(".svg"),
+            "plot": path.with_suffix(".svg") if can_draw else None,
             "quick": quick,
             "repeats": repeats,
             "budget": budget,
@@ -368,6 +369,7 @@ def compare(
 def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> bool:
     """Print tables, merge times and draw; whether the files asked for were written."""
     from benchmarks.reporting import report
+    from benchmarks.reporting.plot import draw
 
     if tables:
         for grid in report.grids(found):
@@ -383,19 +385,11 @@ def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | 
         if written:
             console.print(f"our times{'' if found['complete'] else ', those there are,'} are in {tuned}", markup=False)
     if plot is not None:
-        written = _written(console, plot, lambda: _draw(console, found, plot)) and written
+        drawn = _written(console, plot, lambda: draw(found, plot))
+        written = drawn and written
+        if drawn:
+            console.print(f"the picture is in {plot}", markup=False)
     return written
-
-
-def _draw(console: Console, found: "Document", path: Path) -> None:
-    from benchmarks.reporting.plot import draw
-
-    try:
-        draw(found, path)
-    except ModuleNotFoundError as missing:
-        console.print(f"no picture: {missing.name} is not installed (pip install matplotlib)", markup=False)
-        return
-    console.print(f"the picture is in {path}", markup=False)
 
 
 def _print_grid(console: Console, grid: "Grid") -> None:
@@ -433,6 +427,7 @@ def make_app() -> typer.Typer:
     """A command for everything that is measured, and those for what was kept."""
     made = typer.Typer(
         no_args_is_help=True,
+        add_completion=False,  # a shell completes commands, and `python -m benchmarks` is none
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Measure against peers: times, memory, first calls, every answer checked.",

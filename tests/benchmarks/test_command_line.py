@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import softmax
+from benchmarks import command_line, outputs, softmax
 from benchmarks.command_line import make_app
 from benchmarks.measuring import benchmark, measure, timing
 from benchmarks.measuring.benchmark import BOTH, FORWARD, Contender, jax_program
@@ -421,6 +421,19 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(kept, tmp_path
     result = run("softmax", "--json", str(tmp_path / "file" / "x.json"))
     assert result.exit_code == 2 and "cannot be written: " in said(result)
     assert {p.name for p in tmp_path.iterdir()} == {"file", "run.json"}
+
+
+def test_that_nothing_can_draw_is_said_before_the_work(toy, tmp_path, monkeypatch):
+    toy(CAUSAL)
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    picture, numbers = tmp_path / "x.svg", tmp_path / "numbers"
+    for command in (["softmax", "--plot", str(picture)], ["all", "--folder", str(numbers)]):
+        monkeypatch.setattr(command_line, "MODULES", ("benchmarks.softmax",))
+        result = run(*command, "--peer", "none", "--repeats", "1") if command[0] != "all" else run(*command)
+        assert result.exit_code == 0, result.output
+        said_first, measured = (result.output.index(text) for text in ("no picture: matplotlib is not", CAUSAL.name))
+        assert said_first < measured and result.output.count("no picture") == 1
+    assert not picture.exists() and [path.suffix for path in numbers.iterdir()] == [".json"]
 
 
 def test_a_full_disk_ends_no_run(toy, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The command line: what it prints and how it exits."""
 
 import io
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 
 import ejkernel
 from ejkernel import modules
-from ejkernel.cli import info
+from ejkernel.cli import screen
 from ejkernel.cli.commands import _outcome_table, app
 from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.verify import Outcome, platforms_for, verify
@@ -50,6 +49,46 @@ def test_short_help_and_version():
     assert "--install-completion" in run("-h").output
 
 
+def test_help_says_which_family_means_what():
+    """Sentences of several families are not run together; a default is that of all, or says whose it is."""
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run("explain", "--help").output).split())
+    assert "softmax, ring: Keys; default: the length. paged: Of a cache, keys of a sequence at most." in shown
+    assert "softmax, paged, ring: Default: as many as query heads. native_sparse: Key heads; default: a" in shown
+    assert "(default: 1024; native_sparse: 4096)" in shown and "(default: paged: 16; native_sparse: 64)" in shown
+    assert "Head dimension of values; default: of keys." in shown  # the same of all
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered", "others"),
+    [
+        ("explain fl", {"flash_attention"}, set()),
+        ("support mean", {"mean_pooling"}, set()),
+        ("verify flash_attention mean", {"mean_pooling"}, set()),
+        ("tune so", {"softmax"}, set()),
+        ("tune sc", {"scaled_dot_product_attention"}, set()),
+        ("roofline ", {"softmax", "paged", "linear"}, {"pooling"}),
+        ("explain flash_attention --device v5", {"v5e", "v5p"}, {"h200"}),
+        ("explain flash_attention --platform ", set(PLATFORMS), set()),
+        ("tune flash_attention --platform cu", {"cudnn", "cute"}, {"xla"}),
+    ],
+)
+def test_a_shell_completes_operations_families_platforms_and_devices(typed, offered, others):
+    environment = {"_EJKERNEL_COMPLETE": "complete_bash", "COMP_WORDS": f"ejkernel {typed}"}
+    environment["COMP_CWORD"] = str(len(typed.split(" ")))
+    completed = CliRunner().invoke(app, [], prog_name="ejkernel", env=environment).output.split()
+    assert offered <= {*completed} and not others & {*completed}, completed
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), (None, 240)])
+def test_output_into_a_pipe_is_as_wide_as_columns_says(monkeypatch, columns, width):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert screen.console().width == width
+    lines = run("explain", "flash_attention", "--length", "64").output.splitlines()
+    assert max(map(len, lines)) <= width
+
+
 def test_python_runs_it_as_a_module():
     done = subprocess.run([sys.executable, "-m", "ejkernel", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"ejkernel {ejkernel.__version__}\n"), done.stderr
@@ -78,14 +117,6 @@ def test_info_names_devices_versions_and_every_platform():
     assert jax.__version__ in result.output
     for word in ("devices", "triton", "pallas", "cudnn", "flash_attention"):
         assert word in result.output
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
-def test_a_cpu_without_a_name_is_called_by_its_architecture(monkeypatch):
-    """Those of ARM have none in /proc/cpuinfo."""
-    monkeypatch.setattr(info.Path, "exists", lambda self: False)
-    monkeypatch.setattr(info.host, "processor", lambda: "")
-    assert info.machine()["device"] == f"{info.host.machine()}, {os.cpu_count()} cores"
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
@@ -329,6 +360,8 @@ def test_explain_takes_every_option_of_flash_attention(options):
         ("flash_attention --dtype float64", "not supported; use one of float32"),
         ("flash_attention --platform abacus", "is unknown"),
         ("flash_attention --documents 2 --kv-length 2048", "pack queries and keys alike"),
+        ("flash_attention --documents 101 --length 100", "documents=101 do not fit into length=100: each has at least"),
+        ("gla_attention --documents 5000 --length 100", "documents=5000 do not fit into length=100: each has at least"),
     ],
 )
 def test_explain_ignores_nothing(command, message):

@@ -12,7 +12,8 @@ from rich.table import Table
 import ejkernel
 from ejkernel.checks.names import unknown
 from ejkernel.cli import screen
-from ejkernel.cli.explain import OperationName, explain
+from ejkernel.cli.arguments import CheckedPlatform, FamilyWithRoofline, OperationName, Operations
+from ejkernel.cli.explain import explain
 from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.sizes import with_sizes
 from ejkernel.cli.tune import tune
@@ -44,8 +45,8 @@ def info() -> None:
 
 
 def verify(
-    operations: Annotated[list[str] | None, typer.Argument(help="Operations to check; default: all.")] = None,
-    platform: Annotated[str | None, typer.Option(help="Check only this platform; exit with 1 if it cannot.")] = None,
+    operations: Operations = None,
+    platform: CheckedPlatform = None,
 ) -> None:
     """Check every operation on every platform that works here against its definition, and time it against jax.nn."""
     # JAX would take most of a GPU's memory, which is for several processes
@@ -159,7 +160,7 @@ def support(operation: OperationName) -> None:
 
 
 def roofline(
-    family: Annotated[str | None, typer.Argument(help="Default: all that have one.")] = None,
+    family: FamilyWithRoofline = None,
     batch: Annotated[int | None, typer.Option(min=1)] = None,
     length: Annotated[int | None, typer.Option(min=1)] = None,
     width: Annotated[int | None, typer.Option(min=1, help="heads * head_dim.")] = None,

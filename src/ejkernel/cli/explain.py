@@ -1,28 +1,26 @@
 """`ejkernel explain`: what a call would run here, from its sizes alone."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ejkernel.cli import screen
+from ejkernel.cli.arguments import Device, ForcedPlatform, OperationName
 from ejkernel.cli.families import family_of
 from ejkernel.cli.sizes import described
 from ejkernel.ops.platforms import PLATFORMS
-from ejkernel.ops.target import NAMED
 
 if TYPE_CHECKING:
     from ejkernel.ops import Explanation
-
-OperationName = Annotated[str, typer.Argument(help="`ejkernel info` lists them.")]
 
 
 def explain(
     operation: OperationName,
     sizes: dict[str, Any],
-    platform: Annotated[str | None, typer.Option(help=f"Force one of {', '.join(PLATFORMS)}.")] = None,
-    device: Annotated[str | None, typer.Option(help=f"Instead of the one here: {', '.join(NAMED)}.")] = None,
+    platform: ForcedPlatform = None,
+    device: Device = None,
 ) -> None:
     """Say what a call would run here, or on another device: platform, config, and why not the other platforms."""
     from ejkernel.ops import explain as ask

@@ -1,10 +1,8 @@
 """What there is on this machine: versions, devices, and which platforms work."""
 
-import os
 import platform as host
 from importlib import metadata
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -15,8 +13,6 @@ from ejkernel.ops.target import describe_device, target_of
 from ejkernel.ops.tuned_files import shipped_file, user_file
 
 PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")
-# what a measurement depends on
-MEASURED = ("jax", "triton", "torch", "tokamax", "fa4-jax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -28,18 +24,6 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def machine() -> dict[str, Any]:
-    """What a measurement depends on: the device, how busy a CPU is besides, and the versions that are there."""
-    found: dict[str, Any] = {"device": ", ".join(devices())}
-    if jax.default_backend() == "cpu":
-        cpu = Path("/proc/cpuinfo")
-        lines = cpu.read_text().splitlines() if cpu.exists() else []
-        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        found = {"device": f"{names[0] if names else host.processor() or host.machine()}, {os.cpu_count()} cores"}
-        found["load"] = os.getloadavg()[0]
-    return found | {name: version for name, version in versions(MEASURED).items() if version != "not installed"}
 
 
 def devices() -> list[str]:

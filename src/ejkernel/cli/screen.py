@@ -1,5 +1,6 @@
-"""What the commands print on: a console wide enough for a log, and tables that look alike."""
+"""What the commands print on: a console, and tables that all look the same."""
 
+import os
 from typing import Any
 
 from rich.console import Console
@@ -7,9 +8,9 @@ from rich.table import Table
 
 
 def console() -> Console:
-    found = Console(highlight=False)
-    # into a file or a log, tables need room: that of a benchmark with nine columns of names
-    return found if found.is_terminal else Console(highlight=False, width=240)
+    """As wide as the terminal, or as COLUMNS says; in a file or a pipe wide enough for every table there is."""
+    terminal = Console(highlight=False)
+    return terminal if terminal.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=240)
 
 
 def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = (), **options: Any) -> Table:

@@ -28,27 +28,59 @@ def _options(family: Family) -> dict[str, tuple[type, Option, Any]]:
 
 def _merged() -> dict[str, inspect.Parameter]:
     """Every option of every family, for Typer; None where it is not given."""
-    found: dict[str, list[tuple[type, Option, Any]]] = {}
+    merged: dict[str, dict[str, tuple[type, Option, Any]]] = {}
     for family in families().values():
         for name, option in _options(family).items():
-            found.setdefault(name, []).append(option)
-    return {name: _parameter(name, options) for name, options in found.items()}
+            merged.setdefault(name, {})[family.name] = option
+    return {name: _parameter(name, by_family) for name, by_family in merged.items()}
 
 
-def _parameter(name: str, options: list[tuple[type, Option, Any]]) -> inspect.Parameter:
-    """One that several families have: each says what it is to them."""
-    kinds, abouts, defaults = zip(*options, strict=True)
+def _parameter(name: str, by_family: dict[str, tuple[type, Option, Any]]) -> inspect.Parameter:
+    """One that several families have, with what each of them says of it."""
+    kinds, options, defaults = zip(*by_family.values(), strict=True)
     if len(set(kinds)) > 1:
         raise TypeError(f"the families disagree on {name}: {', '.join(kind.__name__ for kind in kinds)}")
-    said = list(dict.fromkeys(about.help for about in abouts if about.help))
-    told = [str(default) for default in dict.fromkeys(defaults) if default is not None and default is not False]
-    said += [f"(default: {' or '.join(told)})"] if told else []
+    texts = _help_by_family({family: option.help for family, (_, option, _) in by_family.items() if option.help})
+    shown = {family: str(x) for family, (_, _, x) in by_family.items() if x is not None and x is not False}
+    texts += [f"(default: {_defaults_by_family(shown, len(by_family))})"] if shown else []
     flag = f"--{name.replace('_', '-')}"
     if kinds[0] is bool and None in defaults:
         flag += f"/--no-{name.replace('_', '-')}"
-    option = typer.Option(flag, help=" ".join(said), min=abouts[0].least)
+    option = typer.Option(flag, help=" ".join(texts), min=options[0].least)
     annotation = Annotated[kinds[0] | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _help_by_family(helps: dict[str, str]) -> list[str]:
+    """The sentences of an option: where families say different ones, each after their names.
+
+    >>> _help_by_family({"dense": "Queries.", "local": "Queries.", "cached": "New tokens."})
+    ['dense, local: Queries.', 'cached: New tokens.']
+    """
+    names = _inverted(helps)
+    return [text if len(names) == 1 else f"{', '.join(names[text])}: {text}" for text in names]
+
+
+def _defaults_by_family(defaults: dict[str, str], families: int) -> str:
+    """The default of most families, then what others have; each after its names where some have none.
+
+    >>> _defaults_by_family({"dense": "8", "cached": "16", "local": "8"}, 3)
+    '8; cached: 16'
+    >>> _defaults_by_family({"cached": "16", "local": "64"}, 3)
+    'cached: 16; local: 64'
+    """
+    commonest_first = sorted(_inverted(defaults).items(), key=lambda entry: -len(entry[1]))
+    texts = [f"{', '.join(names)}: {default}" for default, names in commonest_first]
+    if len(defaults) == families:
+        texts[0] = commonest_first[0][0]
+    return "; ".join(texts)
+
+
+def _inverted(texts: dict[str, str]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        names.setdefault(text, []).append(name)
+    return names
 
 
 def with_sizes(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from ejkernel.checks.names import unknown
 from ejkernel.cli import screen
+from ejkernel.cli.arguments import OperationOrFamily, TunedPlatforms
 from ejkernel.cli.families import families, family_of
 from ejkernel.cli.sizes import described
 from ejkernel.family import Family
@@ -38,18 +39,16 @@ class Work(NamedTuple):
 
 
 def tune(
-    what: Annotated[str, typer.Argument(help="An operation or a family; `ejkernel info` lists operations.")],
+    what: OperationOrFamily,
     sizes: dict[str, Any],
-    platform: Annotated[
-        list[str] | None, typer.Option(help=f"Only {', '.join(PLATFORMS)}: one, or again for more.")
-    ] = None,
+    platform: TunedPlatforms = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also what your tuned file has.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller calls.")] = False,
 ) -> None:
     """Measure configs here and keep the fastest in your tuned file.
 
-    For one call of the sizes given, or for calls that models make often. What the file has is not measured
-    again, so that a run may be stopped and gone on with.
+    For one call of the sizes given, or for calls that models make often.
+    What the file has is not measured again, so that a run may be stopped and gone on with.
     """
     from ejkernel.ops.target import target_of
     from ejkernel.ops.tuned_files import unsaved, user_file

@@ -5,7 +5,7 @@ The package of a family has a module `family` with a `FAMILY`; `ejkernel.kernels
 
 from ejkernel.family.accuracy import FLOOR, Error, Truth
 from ejkernel.family.description import Arrays, Check, Family, PublicFunction, Roofline, TypicalCall, load_family
-from ejkernel.family.options import DTYPES, Dtype, Option, Size, Window, parsed_window, struct
+from ejkernel.family.options import DTYPES, Dtype, Option, Size, Window, check_documents, parsed_window, struct
 
 __all__ = [
     "DTYPES",
@@ -22,6 +22,7 @@ __all__ = [
     "Truth",
     "TypicalCall",
     "Window",
+    "check_documents",
     "load_family",
     "parsed_window",
     "struct",

@@ -26,6 +26,12 @@ def struct(dtype: str, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def check_documents(documents: int, length: int) -> None:
+    """Each has a token at least."""
+    if documents > length:
+        raise ValueError(f"documents={documents} do not fit into length={length}: each has at least one token")
+
+
 def parsed_window(text: str | None) -> int | tuple[int | None, int | None] | None:
     """`"64"`, or `"64,0"` for (left, right), where an empty side is unbounded.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.family import Dtype, Family, Option, PublicFunction, Roofline, Size, TypicalCall, struct
+from ejkernel.family import Dtype, Family, Option, PublicFunction, Roofline, Size, TypicalCall, check_documents, struct
 from ejkernel.kernels.linear.checks import GATES, checks
 from ejkernel.kernels.linear.spec import canonicalise, gla_call, lightning_call
 
@@ -29,6 +29,8 @@ def arguments(
     B, T, H, D, Dv = batch, length, heads, dim, value_dim or dim
     if documents is not None and B != 1:
         raise ValueError(f"documents are packed into one row; the batch is {B}")
+    if documents is not None:
+        check_documents(documents, T)
     shapes = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, Dv)}
     if operation == "gla_attention":
         shapes["g"] = (B, T, H, D)

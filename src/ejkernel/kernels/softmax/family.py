@@ -14,6 +14,7 @@ from ejkernel.family import (
     Size,
     TypicalCall,
     Window,
+    check_documents,
     parsed_window,
     struct,
 )
@@ -41,7 +42,7 @@ def arguments(
     soft_cap: float | None = None,
     dropout: Annotated[float | None, Option("Probability.")] = None,
     lse: Annotated[bool, Option("Also return the log-sum-exp.")] = False,
-    block_size: Annotated[int | None, Option("Of blocksparse_attention.", least=1)] = None,
+    block_size: Annotated[int | None, Option("Of blocksparse_attention, tokens of a block.", least=1)] = None,
 ) -> dict[str, Any]:
     """From sizes and words to the arguments of a public function."""
     B, T, H, D = batch, length, heads, dim
@@ -68,6 +69,7 @@ def _documents(count: int | None, length: int, kv_length: int) -> MaskInfo | Non
         return None
     if length != kv_length:
         raise ValueError(f"documents pack queries and keys alike; the lengths are {length} and {kv_length}")
+    check_documents(count, length)
     return MaskInfo.from_segments((jnp.arange(length, dtype=jnp.int32) * count // length)[None])
 
 

@@ -22,11 +22,15 @@ def writable(path: Path | None) -> Path | None:
 
 
 def drawable(path: Path | None) -> Path | None:
-    """The path, where it can be written and its suffix is that of a picture. Without matplotlib any suffix is."""
-    if path is not None and find_spec("matplotlib") is not None:
-        from matplotlib.backend_bases import FigureCanvasBase
+    """The path, where a picture can be written there; None, with a line that says why, where nothing can draw one."""
+    if path is None:
+        return None
+    if find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed (pip install matplotlib)", flush=True)
+        return None
+    from matplotlib.backend_bases import FigureCanvasBase
 
-        known = sorted(FigureCanvasBase.get_supported_filetypes())
-        if path.suffix.removeprefix(".").lower() not in known:
-            raise typer.BadParameter(f"{path}: the suffix {path.suffix!r} is none of {', '.join(known)}")
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise typer.BadParameter(f"{path}: the suffix {path.suffix!r} is none of {', '.join(known)}")
     return writable(path)
