@@ -140,7 +140,8 @@ def flash_attn_varlen_decode(
     (2, 1, 4, 16)
     """
     with _errors_as_called(softmax_scale="sm_scale"):
-        starts = np.zeros(q.shape[0], np.int32)  # on the host: lengths there are checked beside it
+        # on the host, since lengths there are checked where all that they are compared with is there too
+        starts: Any = np.zeros(q.shape[0], np.int32)
         return ragged_decode_attention(q, k, v, starts, cache_seqlens, softmax_scale=sm_scale)
 
 
