@@ -1,4 +1,4 @@
-"""The path to CUDA through Triton's own runtime, up to the driver: here one that notes what it is asked to launch."""
+"""The path to CUDA through Triton's own runtime, up to the driver: one that records what it is asked to launch."""
 
 from types import SimpleNamespace
 
@@ -18,14 +18,14 @@ def launched(monkeypatch):
     from triton.runtime import jit
     from triton.runtime.driver import driver
 
-    found = []
+    recorded = []
 
     class Launcher:
         def __init__(self, source, metadata):
             self.kernel = source.fn
 
         def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
-            found.append((self.kernel.__name__, (x, y, z), dict(zip(self.kernel.arg_names, arguments, strict=True))))
+            recorded.append((self.kernel.__name__, (x, y, z), dict(zip(self.kernel.arg_names, arguments, strict=True))))
 
     noting = SimpleNamespace(
         launcher_cls=Launcher,
@@ -57,12 +57,12 @@ def launched(monkeypatch):
     monkeypatch.setattr(jit.JITFunction, "run", counted)
     forget()
     with interpret():
-        yield SimpleNamespace(launches=found, jit_runs=jit_runs)
+        yield SimpleNamespace(launches=recorded, jit_runs=jit_runs)
     forget()
 
 
 def forget():
-    programs.program.cache_clear()
+    programs.program_of.cache_clear()
     launches._READY.clear()
 
 

@@ -131,28 +131,28 @@ def test_bidirectional_attention(options, implementation):
 
 @pytest.mark.parametrize(
     ("keys", "implementation"),
-    [("together", "cpu"), ("before and own", "cpu"), ("ring", "cpu"), ("before and own", "interpreted")],
+    [("together", "cpu"), ("before and same", "cpu"), ("ring", "cpu"), ("before and same", "interpreted")],
 )
 def test_chunks_of_queries_over_chunks_of_keys_are_the_whole(keys, implementation):
-    """Each chunk has its part of the pattern; where it holds the chunk's own keys it is causal."""
+    """Each chunk has its rows and columns of the pattern; with the keys of its own tokens it is causal."""
     chunk, options = 32, {"block_size": 16, "local_blocks": 1, "vert_stride": 2, "device": "cpu"}
     q, k, v = qkv(H=2)
     _, pattern, _ = get_sparse_attn_mask(2, T, **options)
-    whole = SparseAttention(16, pattern)
+    undivided = SparseAttention(16, pattern)
     chunks = []
     with running(implementation):
         for start in range(0, T, chunk):
-            own = start, start + chunk
+            same = start, start + chunk
             before = [(n, n + chunk) for n in range(0, start, chunk)] if keys == "ring" else [(0, start)][: start > 0]
             pairs = []
-            for first, end in [(0, own[1])] if keys == "together" else [*before, own]:
+            for first, end in [(0, same[1])] if keys == "together" else [*before, same]:
                 where = {"q_start_position": start, "kv_start_position": first, "kv_seqlen": end - first}
                 _, blocks, _ = get_sparse_attn_mask(2, chunk, **options, **where)
-                module = SparseAttention(16, blocks, causal=end == own[1], block_m=16, block_n=16)
-                pairs.append(module(q[:, own[0] : own[1]], k[:, first:end], v[:, first:end], return_lse=True))
+                module = SparseAttention(16, blocks, causal=end == same[1], block_m=16, block_n=16)
+                pairs.append(module(q[:, same[0] : same[1]], k[:, first:end], v[:, first:end], return_lse=True))
             chunks.append(combine_attn_partitions(*pairs, hdim=2))
         ours = gradients(torch.cat(chunks, 1), (q, k, v))
-    expected = whole(q, k, v)
+    expected = undivided(q, k, v)
     torch.testing.assert_close(torch.cat(chunks, 1), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours, gradients(expected, (q, k, v)), atol=2e-5, rtol=1e-4)
 

@@ -11,7 +11,7 @@ ONE, PAGES = torch.ones(1, 8, 2, 16), torch.ones(4, 4, 2, 16)
 
 
 class Own(torch.Tensor):
-    """A class of a user's own."""
+    """A subclass, as a user may have one."""
 
 
 CASES = {
@@ -33,7 +33,7 @@ def test_a_tensor_is_named(name):
 
 
 def test_lengths_may_be_tensors():
-    found = modules.page_attention(X[:, 0], CACHE, CACHE, torch.tensor([3]), torch.tensor([[1]]))
-    assert found.shape == (1, 2, 16)
+    out = modules.page_attention(X[:, 0], CACHE, CACHE, torch.tensor([3]), torch.tensor([[1]]))
+    assert out.shape == (1, 2, 16)
     with pytest.raises(TypeError, match="context_lens must be an array of integers, got Tensor: can't convert meta"):
         modules.page_attention(X[:, 0], CACHE, CACHE, torch.ones(1, dtype=torch.int32, device="meta"), [[1]])

@@ -1,4 +1,4 @@
-"""The launches on CUDA, without a GPU: they compile for one, are found once, and split and pack as they should."""
+"""The launches on CUDA, without a GPU: they compile for one, are made once, and split and pack as they should."""
 
 import warnings
 
@@ -9,7 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ejkernel.bridge import TARGETS, compile_for
 from ejkernel.ops import Target, interpret
-from ejkernel.torch import LocalStrideSparseAttention, SparseAttention, flash_attention, launches, programs
+from ejkernel.torch import (
+    LocalStrideSparseAttention,
+    SparseAttention,
+    few_queries,
+    flash_attention,
+    launches,
+    prepared_launch,
+    programs,
+)
 from ejkernel.torch.calls import Options
 
 H200 = Target("gpu", "nvidia_h200", "sm_90", cores=132)
@@ -18,24 +26,24 @@ H200 = Target("gpu", "nvidia_h200", "sm_90", cores=132)
 @pytest.fixture
 def recorded(monkeypatch):
     """What would be launched on an H200: nothing runs."""
-    found = []
+    launched = []
 
     def run(step, tensors, compiled, aligned):
         tensors = {**step.fixed, **tensors}
         launch, names = step.described(tensors)
-        found.append((launch, [programs.struct(tensors[name]) for name in names]))
+        launched.append((launch, [prepared_launch.struct(tensors[name]) for name in names]))
 
-    monkeypatch.setattr(programs.Step, "run", run)
+    monkeypatch.setattr(programs.PreparedLaunch, "run", run)
     for module in (programs, launches):
         monkeypatch.setattr(module, "target_of", lambda device: H200)
     forget()
     with interpret():
-        yield found
+        yield launched
     forget()
 
 
 def forget():
-    programs.program.cache_clear()
+    programs.program_of.cache_clear()
     launches._READY.clear()
 
 
@@ -84,18 +92,18 @@ def test_they_compile_for_hopper_and_fit(call, recorded):
     assert kernels == (trained if "D" in call else {"extents_kernel", "rows_kernel", "forward_kernel"})
     done = set()
     for launch, operands in recorded:
-        careful = dict(launch.constexprs)["C"].GUARD
-        if (launch.kernel.__name__, careful) in done:
+        nan_safe = dict(launch.constexprs)["C"].GUARD
+        if (launch.kernel.__name__, nan_safe) in done:
             continue
-        done.add((launch.kernel.__name__, careful))
+        done.add((launch.kernel.__name__, nan_safe))
         arguments = [*launch.fill(operands, operands[0]), *launch.outputs]
         report = compile_for(
             "sm_90", launch.kernel, arguments, dict(launch.constexprs), launch.num_warps, launch.num_stages
         )
         assert report.shared_bytes <= TARGETS["sm_90"], report
-        # the careful one runs where a nan was found, and may be slow; float32 spills some with any mask, and dk/dv of
-        # several query heads 256 bytes, with which it is faster than with tiles that fit
-        assert careful or report.spill_bytes <= {"float32-D128": 200, "bfloat16-D128": 256}.get(call, 0), report
+        # the nan-safe one runs where a fast one left a nan, and may be slow; float32 spills some with any mask, and
+        # dk/dv of several query heads 256 bytes, with which it is faster than with tiles that fit
+        assert nan_safe or report.spill_bytes <= {"float32-D128": 200, "bfloat16-D128": 256}.get(call, 0), report
         assert not [problem for problem in report.problems if "spills" not in problem], report
 
 
@@ -115,12 +123,12 @@ def test_packed_heads_and_split_keys_change_nothing(group, splits, lengths):
 
 
 def test_splits_fill_the_device_and_no_more():
-    assert launches.splits_for(1, 8192, 132) == 16  # parts of 512 keys
-    assert launches.splits_for(1, 1 << 20, 132) == 256
-    assert launches.splits_for(132, 1 << 20, 132) == 1
-    assert launches.splits_for(64, 8192, 132) == 4
-    assert launches.splits_for(1, 8191, 132) == 1  # no equal parts
-    assert launches.splits_for(1, 8192, 0) == 1
+    assert few_queries.splits_for(1, 8192, 132) == 16  # splits of 512 keys
+    assert few_queries.splits_for(1, 1 << 20, 132) == 256
+    assert few_queries.splits_for(132, 1 << 20, 132) == 1
+    assert few_queries.splits_for(64, 8192, 132) == 4
+    assert few_queries.splits_for(1, 8191, 132) == 1  # no equal splits
+    assert few_queries.splits_for(1, 8192, 0) == 1
 
 
 def test_decoding_packs_the_heads_of_a_group_and_splits_a_long_cache(recorded):
@@ -128,7 +136,7 @@ def test_decoding_packs_the_heads_of_a_group_and_splits_a_long_cache(recorded):
     launch, _ = recorded[0]
     constants = dict(launch.constexprs)["C"]
     assert (constants.H, constants.G, constants.BQ) == (2, 1, 16)
-    assert launch.grid == (1, 2 * 16, 1)  # 16 parts of 512 keys
+    assert launch.grid == (1, 2 * 16, 1)  # 16 splits of 512 keys
 
 
 def test_a_length_for_each_sequence_costs_the_host_little(recorded):
@@ -156,13 +164,13 @@ def test_a_prefill_of_one_sequence_on_few_heads_is_split_too(recorded):
 
 def test_no_copy_of_dense_tensors(recorded, monkeypatch):
     seen = []
-    run = programs.Step.run
+    run = programs.PreparedLaunch.run
 
     def noted(step, tensors, *more):
         seen.append(tensors)
         run(step, tensors, *more)
 
-    monkeypatch.setattr(programs.Step, "run", noted)
+    monkeypatch.setattr(programs.PreparedLaunch, "run", noted)
     for seq_dim in (1, 2):
         q, k, v = qkv(2, 128, 128, 4, 4, 64, torch.bfloat16, False)
         q, k, v = (x if seq_dim == 1 else x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -173,12 +181,12 @@ def test_no_copy_of_dense_tensors(recorded, monkeypatch):
             assert [tensors[n].data_ptr() for n in ("query", "key", "value")] == [x.data_ptr() for x in (q, k, v)]
 
 
-def test_what_is_static_is_found_once(recorded):
+def test_what_is_static_is_made_once(recorded):
     module, calls = local(256, 2), qkv(1, 256, 256, 2, 2, 64, torch.bfloat16)
     for _ in range(3):
         module(*calls).sum().backward()
     local(256, 2, homo_head=False)(*calls)  # another layer with the same pattern
-    assert programs.program.cache_info().misses == 1 and len(launches._READY) == 1
+    assert programs.program_of.cache_info().misses == 1 and len(launches._READY) == 1
 
 
 def test_patterns_are_data(recorded):
@@ -189,14 +197,13 @@ def test_patterns_are_data(recorded):
         with warnings.catch_warnings(action="ignore"):
             module = SparseAttention(64, cells)
         module(*qkv(1, 256, 256, 2, 2, 64, torch.bfloat16)).sum().backward()
-        found = frozenset((launch.kernel.__name__, launch.constexprs) for launch, _ in recorded)
-        constants.add(found)
+        constants.add(frozenset((launch.kernel.__name__, launch.constexprs) for launch, _ in recorded))
         recorded.clear()
     assert len(constants) == 1
 
 
 def test_work_is_that_of_the_visited_tiles(recorded):
-    """The lists that the kernels walk have as many entries as a brute-force count of tiles finds."""
+    """The lists that the kernels loop over have as many entries as a brute-force count of tiles finds."""
     T, H, block = 1024, 16, 64
     module = local(T, H, block)
     module(*qkv(1, T, T, H, H, 64, torch.bfloat16)).sum().backward()
@@ -223,11 +230,11 @@ def test_blocks_narrower_than_tiles_cost_no_more_than_wide_ones(recorded):
         (program,) = launches._READY.values()
         assert {dict(launch.constexprs)["C"].SUB_BLOCK for launch, _ in recorded} == {None, 16} or block != 16
         recorded.clear()
-        found = {}
+        visited = {}
         for (tile, side), planned in program.schedules.items():
             width = program.sub_block(tile, side) or tile.block_k
-            found[side] = int(planned.rows[..., 1].sum()) * tile.block_q * (width if side == "q" else tile.block_k)
-        return found
+            visited[side] = int(planned.rows[..., 1].sum()) * tile.block_q * (width if side == "q" else tile.block_k)
+        return visited
 
     narrow, wide = pairs(16), pairs(64)
     # a tile of 64 queries sees 48 more local keys
@@ -245,12 +252,12 @@ def test_flash_attention_has_closed_ranges(recorded):
 
 
 @pytest.mark.parametrize("attend", [local(64, 2, 16), lambda *qkv: flash_attention(*qkv, causal=True)])
-def test_a_program_is_not_found_for_tensors_that_lie_otherwise(attend):
-    """Heads first is one way not to be contiguous, and a part of a wider tensor another, with gaps between its rows."""
+def test_a_program_is_not_kept_for_tensors_that_lie_otherwise(attend):
+    """Heads first is one way not to be contiguous, a slice of a wider tensor, with gaps between its rows, another."""
     forget()
     heads_first = [torch.randn(1, 2, 64, 16).transpose(1, 2) for _ in range(3)]
-    part = [torch.randn(1, 64, 2, 32)[..., :16] for _ in range(3)]
+    sliced = [torch.randn(1, 64, 2, 32)[..., :16] for _ in range(3)]
     with interpret(), torch.no_grad():
         attend(*heads_first)
-        assert len(launches._READY) == 1  # found again by the next like it
-        torch.testing.assert_close(attend(*part), attend(*(x.contiguous() for x in part)))
+        assert len(launches._READY) == 1  # the next like it has it
+        torch.testing.assert_close(attend(*sliced), attend(*(x.contiguous() for x in sliced)))

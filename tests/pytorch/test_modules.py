@@ -53,11 +53,11 @@ def test_local_stride_rule(options):
     assert (mask.bool().numpy() == module.pattern.blocks).all()
 
 
-def test_heads_split_over_devices_are_those_of_the_whole():
-    whole, (q, k, v) = local(num_dense_heads=1), qkv()
-    parts = [local(num_dense_heads=1, active_head_range=(n, n + 2)) for n in (0, 2)]
-    split = [part(*(x[:, :, n : n + 2] for x in (q, k, v))) for part, n in zip(parts, (0, 2), strict=True)]
-    torch.testing.assert_close(torch.cat(split, 2), whole(q, k, v))
+def test_heads_split_over_devices_are_those_of_one():
+    undivided, (q, k, v) = local(num_dense_heads=1), qkv()
+    shards = [local(num_dense_heads=1, active_head_range=(n, n + 2)) for n in (0, 2)]
+    split = [shard(*(x[:, :, n : n + 2] for x in (q, k, v))) for shard, n in zip(shards, (0, 2), strict=True)]
+    torch.testing.assert_close(torch.cat(split, 2), undivided(q, k, v))
     same = local(homo_head=True, active_head_range=(1, 3))
     torch.testing.assert_close(same(*(x[:, :, 1:3] for x in (q, k, v))), local(homo_head=True)(q, k, v)[:, :, 1:3])
 
@@ -79,20 +79,20 @@ def test_equal_patterns_are_one_and_others_are_not():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_chunks_and_decoding_continue_a_prefill(implementation):
     module, (q, k, v) = local(num_kv_heads=2), qkv(B=1, Hkv=2)
-    whole = module(q, k, v)
+    prefill = module(q, k, v)
     with running(implementation):
         chunk = module(q[:, 30:50], k[:, :50], v[:, :50])
         one = module(q[:, 49:50], k[:, :50], v[:, :50])
         cache = module(q[:, 49:50], k, v, seqlens=torch.tensor([50]))
-    torch.testing.assert_close(chunk, whole[:, 30:50], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(one, whole[:, 49:50], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(cache, whole[:, 49:50], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(chunk, prefill[:, 30:50], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one, prefill[:, 49:50], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache, prefill[:, 49:50], atol=1e-5, rtol=1e-5)
 
 
 def test_packed_padded_and_alone_are_the_same():
     module, lengths = local(), [33, 70, 5]
     q, k, v = qkv(B=3)
-    alone = [module(*(x[b : b + 1, :n] for x in (q, k, v)))[0] for b, n in enumerate(lengths)]
+    separate = [module(*(x[b : b + 1, :n] for x in (q, k, v)))[0] for b, n in enumerate(lengths)]
     right = module(q, k, v, seqlens=torch.tensor(lengths))
     shifted = [torch.stack([x[b].roll(T - n, 0) for b, n in enumerate(lengths)]) for x in (q, k, v)]
     left = module(*shifted, left_paddings=torch.tensor([T - n for n in lengths]))
@@ -100,8 +100,8 @@ def test_packed_padded_and_alone_are_the_same():
     cu = torch.tensor([0, *np.cumsum(lengths)])
     packed_out = module(*packed, cu_seqlen_k=cu)
     for b, n in enumerate(lengths):
-        for found in (right[b, :n], left[b, T - n :], packed_out[cu[b] : cu[b + 1]]):
-            torch.testing.assert_close(found, alone[b], atol=1e-5, rtol=1e-5)
+        for out in (right[b, :n], left[b, T - n :], packed_out[cu[b] : cu[b + 1]]):
+            torch.testing.assert_close(out, separate[b], atol=1e-5, rtol=1e-5)
         assert not right[b, n:].any() and not left[b, : T - n].any()
     decoded = module(q[:, 0], k.flatten(0, 1), v.flatten(0, 1), cu_seqlen_k=torch.arange(4) * T)
     assert decoded.shape == (3, H, D)
@@ -143,13 +143,16 @@ def test_a_nan_that_is_seen_shows_and_no_other_row_does(implementation):
 def test_partitions_of_the_keys_combine_with_their_gradients():
     q, k, v = qkv(T=64)
     causal = np.tril(np.ones((4, 4), bool))
-    whole = SparseAttention(16, causal)
-    parts = [SparseAttention(16, causal[: 2 * n, : 2 * n]) for n in (1, 1)]
+    undivided = SparseAttention(16, causal)
+    local_keys = SparseAttention(16, causal[:2, :2])
     across = SparseAttention(16, np.ones((2, 2), bool), causal=False)
-    late = q[:, 32:]
-    pairs = [across(late, k[:, :32], v[:, :32], return_lse=True), parts[1](late, k[:, 32:], v[:, 32:], return_lse=True)]
+    newest = q[:, 32:]
+    pairs = [
+        across(newest, k[:, :32], v[:, :32], return_lse=True),
+        local_keys(newest, k[:, 32:], v[:, 32:], return_lse=True),
+    ]
     out = combine_attn_partitions(*pairs, hdim=2)
-    expected = whole(q, k, v)[:, 32:]
+    expected = undivided(q, k, v)[:, 32:]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     ours, theirs = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
@@ -233,8 +236,8 @@ def test_a_second_derivative_is_refused():
 
 def test_gradients_of_torch_func_work_and_vmap_is_refused():
     module, (q, k, v) = local(), qkv(T=20)
-    found = torch.func.grad(lambda x: module(x, k, v).cos().sum())(q)
-    torch.testing.assert_close(found, torch.autograd.grad(module(q, k, v).cos().sum(), q)[0])
+    gradient = torch.func.grad(lambda x: module(x, k, v).cos().sum())(q)
+    torch.testing.assert_close(gradient, torch.autograd.grad(module(q, k, v).cos().sum(), q)[0])
     with pytest.raises(RuntimeError, match="does not have vmap support"):
         torch.func.vmap(lambda x: module(x[None], k[:1], v[:1]))(q)
 

@@ -17,10 +17,10 @@ from ejkernel.kernels.softmax.spec import Band, Spec
 from ejkernel.kernels.softmax.triton import Tile
 from ejkernel.ops import Call
 from ejkernel.torch import programs
+from ejkernel.torch.few_queries import LENGTHS, arranged_lengths
 from ejkernel.torch.inputs import packed_lengths, padded_lengths
-from ejkernel.torch.launches import _packed_lengths
 from ejkernel.torch.pattern import Pattern
-from ejkernel.torch.programs import LENGTHS, Kind, Program
+from ejkernel.torch.programs import Kind, Program
 
 CAUSAL = Band(None, 0)
 
@@ -41,12 +41,12 @@ def packed(T: int, S: int, queries: list[int], keys: list[int]) -> Callable[[], 
 
 
 def split(lengths: Callable[[], Any], group: int, splits: int) -> Callable[[], Any]:
-    """As the launches see it: heads of a group are rows, and parts of the keys are more batch rows."""
+    """As the launches see it: heads of a group are rows, and splits of the keys are more batch rows."""
 
     def arranged() -> Any:
         given: Any = dict(zip(LENGTHS, lengths(), strict=True))
         given["query"] = given["q_segments"]
-        return _packed_lengths(given, group, splits).values()
+        return arranged_lengths(given, group, splits).values()
 
     return arranged
 
@@ -56,9 +56,9 @@ def anything(B: int, T: int, S: int, seed: int, far: int = 1) -> Callable[[], An
 
     def made() -> Any:
         random = np.random.default_rng(seed)
-        found = [np.sort(random.integers(-1, 3, (B, n)), -1) for n in (T, S)]
-        found += [np.sort(random.integers(-30 * far, 200 * far, (B, n)), -1) for n in (T, S)]
-        return [torch.from_numpy(np.roll(x, seed, -1).astype(np.int32)) for x in found]
+        lengths = [np.sort(random.integers(-1, 3, (B, n)), -1) for n in (T, S)]
+        lengths += [np.sort(random.integers(-30 * far, 200 * far, (B, n)), -1) for n in (T, S)]
+        return [torch.from_numpy(np.roll(x, seed, -1).astype(np.int32)) for x in lengths]
 
     return made
 
@@ -158,8 +158,8 @@ def check(case: Case, side: Any) -> None:
     program, call = described(case, lengths)
     tile = Tile(*case.blocks, 4, 1)
     rows, index, order = program.schedule(tile, side, lengths, False)
-    pieces = (case.blocks[0], program.piece(tile, side) or case.blocks[1])
-    expected = planned(call, replace(case, blocks=pieces), side)
+    blocks = (case.blocks[0], program.sub_block(tile, side) or case.blocks[1])
+    expected = planned(call, replace(case, blocks=blocks), side)
     assert order is None
     if index is None:
         np.testing.assert_array_equal(rows, np.broadcast_to(expected.bounds, rows.shape))
@@ -190,11 +190,13 @@ def test_the_launches_compile_for_hopper(id, side, monkeypatch):
     (case,) = (case for case in CASES if case.id == id)
     lengths = lengths_of(case)
     program, _ = described(case, lengths)
-    found = []
-    monkeypatch.setattr(programs.Step, "run", lambda step, tensors, *_: found.append(step.described(tensors)))
+    launches = []
+    monkeypatch.setattr(
+        programs.PreparedLaunch, "run", lambda launch, tensors, *_: launches.append(launch.described(tensors))
+    )
     program.schedule(Tile(*case.blocks, 4, 1), side, {**program.fixed, **lengths}, False)
-    assert [launch.kernel.__name__ for launch, _ in found] == ["extents_kernel", "rows_kernel"]
-    for launch, names in found:
+    assert [launch.kernel.__name__ for launch, _ in launches] == ["extents_kernel", "rows_kernel"]
+    for launch, names in launches:
         operands = [jax.ShapeDtypeStruct((1,), jnp.int32) for _ in names]
         arguments = [*launch.fill(operands, operands[0]), *launch.outputs]
         report = compile_for("sm_90", launch.kernel, arguments, dict(launch.constexprs), launch.num_warps, 1)
@@ -215,11 +217,11 @@ def test_the_cases_have_blocks_of_every_kind(lists):
                 lo, full_lo, full_hi, hi = np.moveaxis(schedule.bounds, -1, 0)
                 unmasked, seen = full_hi - full_lo, hi - lo
             blocks = -(-lengths["kv_segments"].shape[1] // case.blocks[1])
-            found = {
+            rows_of = {
                 "unmasked": (unmasked == seen) & (seen > 0),
                 "both": (unmasked > 0) & (unmasked < seen),
                 "left out": (seen > 0) & (seen < blocks),
                 "nothing": seen == 0,
             }
-            kinds |= {name for name, rows in found.items() if rows.any()}
+            kinds |= {name for name, rows in rows_of.items() if rows.any()}
     assert kinds == {"unmasked", "both", "left out", "nothing"}

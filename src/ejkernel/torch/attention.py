@@ -32,7 +32,7 @@ _MOST_CHECKED = 64
 _NO_LENGTHS = Lengths()
 
 
-def _sign(q: Any, k: Any, v: Any) -> Any:
+def _plain_signature(q: Any, k: Any, v: Any) -> Any:
     """The signature of a call without lengths whose checks depend on nothing else; None where they do."""
     if not is_plain(q, k, v) or q.dtype not in FLOATS or q.is_meta or torch.is_autocast_enabled(q.device.type):
         return None
@@ -135,11 +135,11 @@ class SparseAttention(torch.nn.Module):
         """
         if v is None or split_qkv is not None:
             q, k, v = _split(q, k, v, split_qkv)
-        alone = cu_seqlen_k is cu_seqlen_q is left_paddings is seqlens is None
-        sign = _sign(q, k, v) if alone and not torch.compiler.is_compiling() else None
-        known = (sign, sm_scale) if sign and (sm_scale is None or sm_scale.__class__ is float) else None
-        checked = self._checked.get(known)
-        if checked is not None:  # the checks below would find the same
+        no_lengths = cu_seqlen_k is cu_seqlen_q is left_paddings is seqlens is None
+        sign = _plain_signature(q, k, v) if no_lengths and not torch.compiler.is_compiling() else None
+        call_key = (sign, sm_scale) if sign and (sm_scale is None or sm_scale.__class__ is float) else None
+        checked = self._checked.get(call_key)
+        if checked is not None:  # the checks below passed for a call like this
             query, key, value = self._by_length(q, k, v)
             sign = sign if query is q else signature(query, key, value)
             return self._finished(Inputs(query, key, value, _NO_LENGTHS), checked, False, return_lse, sign)
@@ -153,8 +153,8 @@ class SparseAttention(torch.nn.Module):
         if packed and (left_paddings is not None or seqlens is not None):
             raise ValueError("packed sequences have no padding: left_paddings and seqlens need q, k, v of 4 dimensions")
         query, key, value = (q[None], k[None], v[None]) if packed else self._by_length(q, k, v)
-        first = self.seq_dim == 2 and not packed
-        layout = "the layout is " + ("(batch, heads, length, dim)" if first else "(batch, length, heads, dim)")
+        heads_first = self.seq_dim == 2 and not packed
+        layout = "the layout is " + ("(batch, heads, length, dim)" if heads_first else "(batch, length, heads, dim)")
         check_shapes(_QKV, query, key, value, layout)
         self._check_pattern(query, key, packed)
         if packed:
@@ -168,9 +168,9 @@ class SparseAttention(torch.nn.Module):
             block_m=self.block_m or 0,
             block_n=self.block_n or 0,
         )
-        if known is not None:
+        if call_key is not None:
             kept = self._checked if len(self._checked) < _MOST_CHECKED else {}
-            self._checked = {**kept, known: options}
+            self._checked = {**kept, call_key: options}
         return self._finished(Inputs(query, key, value, lengths), options, packed, return_lse)
 
     def _by_length(self, q: Tensor, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,8 +283,8 @@ class LocalStrideSparseAttention(SparseAttention):
         active_head_range: `(start, end)` of the query heads that q has here, where heads are split over devices.
         head_sliding_offset: shifts the columns of all heads.
         causal: as in `SparseAttention`; so are `seq_dim`, `block_m` and `block_n`.
-        d_splits: None, 1 or 2: in how many parts dkernel's kernels hold a head. It changes no result. These hold it in
-            one, whatever its size; 2 gives a warning.
+        d_splits: None, 1 or 2: into how many splits dkernel's kernels cut a head. It changes no result. These hold a
+            head in one, whatever its size; 2 gives a warning.
 
     >>> import torch
     >>> from ejkernel.torch import LocalStrideSparseAttention
@@ -317,7 +317,7 @@ class LocalStrideSparseAttention(SparseAttention):
         if d_splits not in (None, 1, 2):
             raise ValueError(f"d_splits={d_splits!r} must be None, 1 or 2")
         if d_splits == 2:
-            warnings.warn("d_splits=2 splits nothing: these kernels hold a head whole, as with 1", stacklevel=2)
+            warnings.warn("d_splits=2 splits nothing: these kernels hold a head in one, as with 1", stacklevel=2)
         blocks_of_keys = range(-(-static_int("max_seq_len", max_seq_len, 1) // block_size))
         blocks = local_stride(
             num_heads,

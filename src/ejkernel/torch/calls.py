@@ -32,7 +32,7 @@ Tensors = tuple[Any, ...]
 
 
 def signature(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """All that the way of a call on plain tensors depends on, beside its options: how they lie, and where."""
+    """What the launches of a call on plain tensors depend on, beside its options: their layouts and devices."""
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
@@ -73,15 +73,15 @@ def output_dtype(query: Tensor) -> torch.dtype:
     return torch.bfloat16 if query.dtype in FLOAT8S else query.dtype
 
 
-def heads_first(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def are_heads_first(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether all three are dense as (B, heads, length, dim), and not as (B, length, heads, dim)."""
     three = (query, key, value)
     return not all(x.is_contiguous() for x in three) and all(x.transpose(1, 2).is_contiguous() for x in three)
 
 
-def empty_rows(like: Tensor, shape: tuple[int, ...], first: bool, dtype: torch.dtype) -> Tensor:
-    """An empty (B, length, heads, dim), with the heads before the length in memory where `first`."""
+def empty_rows(like: Tensor, shape: tuple[int, ...], heads_first: bool, dtype: torch.dtype) -> Tensor:
+    """An empty (B, length, heads, dim), with the heads before the length in memory where `heads_first`."""
     B, L, H, D = shape
-    if first:
+    if heads_first:
         return like.new_empty((B, H, L, D), dtype=dtype).transpose(1, 2)
     return like.new_empty(shape, dtype=dtype)

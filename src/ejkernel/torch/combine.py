@@ -1,23 +1,23 @@
-"""Attention over parts of the keys, put together."""
+"""Attention over partitions of the keys, merged by their log-sum-exp."""
 
 import torch
 from torch import Tensor
 
 
 def combine_attn_partitions(*pairs: tuple[Tensor, Tensor], hdim: int = 1) -> Tensor:
-    """Attention over all keys from `(out, lse)` over parts of them, by their log-sum-exp; differentiable.
+    """Attention over all keys from `(out, lse)` over partitions of them, by their log-sum-exp; differentiable.
 
     Args:
         pairs: what `SparseAttention(..., return_lse=True)` gives for the same queries and different keys: out
-            `(B, H, T, D)` or `(B, T, H, D)`, lse `(B, H, T)`. A part of which a query sees nothing, lse -inf, weighs
-            nothing.
+            `(B, H, T, D)` or `(B, T, H, D)`, lse `(B, H, T)`. A partition of which a query sees nothing, lse -inf,
+            weighs nothing.
         hdim: which dimension of out is the heads: 1, or 2.
 
     >>> import torch
     >>> from ejkernel.torch import combine_attn_partitions, flash_attention
     >>> q, k, v = (torch.randn(1, n, 2, 16) for n in (3, 8, 8))
-    >>> parts = [flash_attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 5), slice(5, 8))]
-    >>> torch.allclose(combine_attn_partitions(*parts, hdim=2), flash_attention(q, k, v), atol=1e-6)
+    >>> partitions = [flash_attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 5), slice(5, 8))]
+    >>> torch.allclose(combine_attn_partitions(*partitions, hdim=2), flash_attention(q, k, v), atol=1e-6)
     True
     """
     if not pairs:
@@ -32,13 +32,13 @@ def combine_attn_partitions(*pairs: tuple[Tensor, Tensor], hdim: int = 1) -> Ten
                 f"(B, T, H, D) with hdim=2, and (B, H, T); {hdim=}, and the first out is {tuple(pairs[0][0].shape)}"
             )
     lse = torch.stack([lse.float() for _, lse in pairs])  # (n, B, H, T)
-    top = lse.detach().amax(0)
-    top = torch.where(torch.isneginf(top), 0.0, top)
-    # through finite numbers where a part weighs nothing: the gradient of exp(-inf) would be 0 * inf
+    largest = lse.detach().amax(0)
+    largest = torch.where(torch.isneginf(largest), 0.0, largest)
+    # through finite numbers where a partition weighs nothing: the gradient of exp(-inf) would be 0 * inf
     nothing = torch.isneginf(lse)
-    weights = torch.where(nothing, 0.0, torch.exp(torch.where(nothing, 0.0, lse - top)))
-    total = weights.sum(0)
-    share = (weights / torch.where(total == 0, 1.0, total))[..., None]
+    weights = torch.where(nothing, 0.0, torch.exp(torch.where(nothing, 0.0, lse - largest)))
+    weight_sum = weights.sum(0)
+    share = (weights / torch.where(weight_sum == 0, 1.0, weight_sum))[..., None]
     share = share if hdim == 1 else share.transpose(2, 3)
     merged = sum(
         torch.where(weight == 0, 0.0, out.float()) * weight for (out, _), weight in zip(pairs, share, strict=True)

@@ -20,9 +20,9 @@ from ejkernel.ops import Call
 from ejkernel.torch.calls import (
     Options,
     Tensors,
+    are_heads_first,
     canonical,
     empty_rows,
-    heads_first,
     output_dtype,
     sink_gradient,
 )
@@ -48,7 +48,7 @@ def _tile(options: Options, spec: Spec, dims: Dimensions) -> tuple[int, int]:
     return min(block_q, power_of_two(dims.T)), min(block_k, power_of_two(dims.S))
 
 
-def _listed(call: Call, tile: tuple[int, int]) -> Tiles:
+def _visited_tiles(call: Call, tile: tuple[int, int]) -> Tiles:
     dims = dimensions(call)
     schedule = plan(call, *tile, "q", xp=np)
     if isinstance(schedule, Ranges):
@@ -72,7 +72,7 @@ def _static_tiles(spec: Spec, dims: Dimensions, pattern: str, tile: tuple[int, i
     arrays: dict[str, Any] = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
     if pattern:
         arrays["pattern"] = Pattern.known(pattern).for_heads(dims.H)
-    return _listed(Call(spec, arrays), tile)
+    return _visited_tiles(Call(spec, arrays), tile)
 
 
 def _tiles(call: Any, options: Options, tile: tuple[int, int]) -> Tiles:
@@ -82,7 +82,7 @@ def _tiles(call: Any, options: Options, tile: tuple[int, int]) -> Tiles:
     arrays: dict[str, Any] = {name: x.detach().numpy() for name, x in call.arrays.items() if name in _NAMES_OF_LENGTHS}
     if options.pattern:
         arrays["pattern"] = Pattern.known(options.pattern).for_heads(dims.H)
-    return _listed(Call(call.spec, {**arrays, "query": call["query"], "value": call["value"]}), tile)
+    return _visited_tiles(Call(call.spec, {**arrays, "query": call["query"], "value": call["value"]}), tile)
 
 
 # One batch of tiles -----------------------------------------------------------------------------------------
@@ -102,23 +102,23 @@ def _per_block(x: Tensor, block: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).reshape(x.shape[0], -1, block)
 
 
-def _finite(x: Tensor) -> Tensor:
-    fine = torch.isfinite(x)
-    return x if fine.all() else torch.where(fine, x, 0.0)
+def _nonfinite_zeroed(x: Tensor) -> Tensor:
+    finite = torch.isfinite(x)
+    return x if finite.all() else torch.where(finite, x, 0.0)
 
 
-def _marked(x: Tensor, bad: Tensor) -> Tensor:
+def _with_nan_rows(x: Tensor, bad: Tensor) -> Tensor:
     """Rows (..., L, D) that are nan where `bad` (..., L)."""
     return torch.where(bad[..., None], torch.nan, x) if bad.any() else x
 
 
-def _bad(x: Tensor) -> Tensor:
+def _nonfinite_rows(x: Tensor) -> Tensor:
     """(..., L): the rows in which something is not finite."""
     return ~torch.isfinite(x).all(-1)
 
 
 class _Batch(NamedTuple):
-    """Tiles whose rows are complete: all that these queries see is here."""
+    """Tiles whose rows are complete: all that their queries see is in this batch."""
 
     b: Tensor  # (n,) of each tile
     h: Tensor
@@ -146,12 +146,12 @@ class _Problem:
         # the scale is in the queries; a bad value marks its key
         self.query = _in_blocks(call["query"], self.tile[0]) * self.spec.scale
         key, value = _in_blocks(call["key"], self.tile[1]), _in_blocks(call["value"], self.tile[1])
-        self.key, self.value = _marked(key, _bad(value)), _finite(value)
+        self.key, self.value = _with_nan_rows(key, _nonfinite_rows(value)), _nonfinite_zeroed(value)
         if self.options.pattern:
             self.cells = torch.from_numpy(np.array(Pattern.known(self.options.pattern).for_heads(self.dims.H)))
-        self._place()
+        self._positions_in_tiles()
 
-    def _place(self) -> None:
+    def _positions_in_tiles(self) -> None:
         """Positions and segments by blocks; keys and queries past the end are in no segment."""
         T, S, call = self.dims.T, self.dims.S, self.call
         at_q, at_k = torch.arange(T)[None], torch.arange(S)[None]
@@ -165,17 +165,17 @@ class _Problem:
         rows, starts = np.unique(self.tiles.row, return_index=True)
         ends = np.append(starts[1:], len(self.tiles.row))
         most = max(1, _MOST_LOGITS // (self.tile[0] * self.tile[1]))
-        at = 0
-        while at < len(rows):
-            last = max(at + 1, int(np.searchsorted(ends, starts[at] + most, side="right")))
-            yield self._batch(slice(starts[at], ends[last - 1]), starts[at:last] - starts[at])
-            at = last
+        first = 0
+        while first < len(rows):
+            last = max(first + 1, int(np.searchsorted(ends, starts[first] + most, side="right")))
+            yield self._batch(slice(starts[first], ends[last - 1]), starts[first:last] - starts[first])
+            first = last
 
-    def _batch(self, part: slice, first: np.ndarray) -> _Batch:
-        b, h, i = np.unravel_index(self.tiles.row[part], (self.dims.B, self.dims.H, self.rows))
+    def _batch(self, tiles: slice, first: np.ndarray) -> _Batch:
+        b, h, i = np.unravel_index(self.tiles.row[tiles], (self.dims.B, self.dims.H, self.rows))
         row = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(b))))
-        masked = np.nonzero(self.tiles.masked[part])[0]
-        arrays = (b, h, h // self.dims.G, i, self.tiles.column[part], row, first, masked)
+        masked = np.nonzero(self.tiles.masked[tiles])[0]
+        arrays = (b, h, h // self.dims.G, i, self.tiles.column[tiles], row, first, masked)
         return _Batch(*(torch.from_numpy(np.ascontiguousarray(x, np.int64)) for x in arrays))
 
     def logits(self, batch: _Batch, query: Tensor, key: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     dims, call, (BQ, _) = problem.dims, problem.call, problem.tile
     # rows that see nothing stay as they start
-    sums = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.Dv))
+    outputs = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.Dv))
     lse = torch.full((dims.B, dims.H, problem.rows, BQ), -torch.inf)
     if "sinks" in call:
         lse[...] = call["sinks"].detach().float()[..., None, None]
@@ -238,19 +238,19 @@ def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
         at = batch.b[batch.first], batch.h[batch.first], batch.i[batch.first]
         start = lse[at]  # (rows, BQ): that of the sinks
         every = batch.row[:, None].expand(-1, BQ)
-        top = start.scatter_reduce(0, every, x.amax(-1), "amax")
-        base = torch.where(torch.isneginf(top), 0.0, top)
-        p = x.sub_(base[batch.row][:, :, None]).exp_()
-        total = torch.exp(start - base).index_add_(0, batch.row, p.sum(-1))
+        row_max = start.scatter_reduce(0, every, x.amax(-1), "amax")
+        safe_max = torch.where(torch.isneginf(row_max), 0.0, row_max)
+        p = x.sub_(safe_max[batch.row][:, :, None]).exp_()
+        row_sum = torch.exp(start - safe_max).index_add_(0, batch.row, p.sum(-1))
         product = torch.bmm(p, problem.value[batch.b, batch.kv, batch.j])
-        out = torch.zeros((len(base), BQ, dims.Dv)).index_add_(0, batch.row, product)
-        some = total != 0
-        total = torch.where(some, total, 1.0)
-        sums[at] = out / total[..., None]
-        lse[at] = torch.where(some, base + torch.log(total), -torch.inf)
-    first = heads_first(*(call[name] for name in ("query", "key", "value")))
-    out = empty_rows(call["query"], (dims.B, dims.T, dims.H, dims.Dv), first, output_dtype(call["query"]))
-    out.copy_(sums.reshape(dims.B, dims.H, -1, dims.Dv)[:, :, : dims.T].transpose(1, 2))
+        out = torch.zeros((len(safe_max), BQ, dims.Dv)).index_add_(0, batch.row, product)
+        seen = row_sum != 0
+        row_sum = torch.where(seen, row_sum, 1.0)
+        outputs[at] = out / row_sum[..., None]
+        lse[at] = torch.where(seen, safe_max + torch.log(row_sum), -torch.inf)
+    heads_first = are_heads_first(*(call[name] for name in ("query", "key", "value")))
+    out = empty_rows(call["query"], (dims.B, dims.T, dims.H, dims.Dv), heads_first, output_dtype(call["query"]))
+    out.copy_(outputs.reshape(dims.B, dims.H, -1, dims.Dv)[:, :, : dims.T].transpose(1, 2))
     return out, lse.reshape(dims.B, dims.H, -1)[:, :, : dims.T].contiguous()
 
 
@@ -271,8 +271,9 @@ def _backward(
     douts = _in_blocks(dout, BQ)
     rows_lse, rows_delta = (_in_blocks(x.transpose(1, 2)[..., None], BQ)[..., 0] for x in (lse, delta))
     # a row whose terms are not finite is nan wherever it is seen, and nowhere else
-    marked = _marked(problem.query, _bad(douts) | ~torch.isfinite(rows_delta) | torch.isnan(rows_lse))
-    query, key, douts, rows_delta = (_finite(x) for x in (problem.query, problem.key, douts, rows_delta))
+    nonfinite = _nonfinite_rows(douts) | ~torch.isfinite(rows_delta) | torch.isnan(rows_lse)
+    query_with_nan = _with_nan_rows(problem.query, nonfinite)
+    query, key, douts, rows_delta = (_nonfinite_zeroed(x) for x in (problem.query, problem.key, douts, rows_delta))
     rows_lse = torch.nan_to_num(rows_lse, nan=0.0, posinf=torch.inf)
     dq = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.D))
     dk = torch.zeros((dims.B * dims.Hkv * problem.columns, BK, dims.D))
@@ -281,7 +282,7 @@ def _backward(
         at = batch.b[batch.first], batch.h[batch.first], batch.i[batch.first]
         tile_q, tile_k = (batch.b, batch.h, batch.i), (batch.b, batch.kv, batch.j)
         do = douts[tile_q]
-        x = problem.logits(batch, marked[tile_q], problem.key[tile_k])
+        x = problem.logits(batch, query_with_nan[tile_q], problem.key[tile_k])
         slope = 1.0 if problem.spec.soft_cap is None else 1.0 - (x / problem.spec.soft_cap) ** 2
         p = x.sub_(rows_lse[tile_q][:, :, None]).exp_()
         ds = (
@@ -296,19 +297,19 @@ def _backward(
         slot = (batch.b * dims.Hkv + batch.kv) * problem.columns + batch.j
         dk.index_add_(0, slot, torch.bmm(ds.transpose(1, 2), query[tile_q]))
         dv.index_add_(0, slot, torch.bmm(p.transpose(1, 2), do))
-    first = heads_first(*(call[name] for name in ("query", "key", "value")))
+    heads_first = are_heads_first(*(call[name] for name in ("query", "key", "value")))
     gradients = (
-        _joined(dq * problem.spec.scale, call["query"], first),
-        _joined(dk.reshape(dims.B, dims.Hkv, -1, BK, dims.D), call["key"], first),
-        _joined(dv.reshape(dims.B, dims.Hkv, -1, BK, dims.Dv), call["value"], first),
+        _joined(dq * problem.spec.scale, call["query"], heads_first),
+        _joined(dk.reshape(dims.B, dims.Hkv, -1, BK, dims.D), call["key"], heads_first),
+        _joined(dv.reshape(dims.B, dims.Hkv, -1, BK, dims.Dv), call["value"], heads_first),
     )
     sinks = call.get("sinks")
     return *gradients, None if sinks is None else sink_gradient(sinks[0], lse, delta)
 
 
-def _joined(blocks: Tensor, like: Tensor, first: bool) -> Tensor:
+def _joined(blocks: Tensor, like: Tensor, heads_first: bool) -> Tensor:
     """(B, heads, blocks, block, dim) to the shape and dtype of `like`."""
     B, L, H, D = like.shape
-    return empty_rows(like, (B, L, H, D), first, like.dtype).copy_(
+    return empty_rows(like, (B, L, H, D), heads_first, like.dtype).copy_(
         blocks.reshape(B, H, -1, D)[:, :, :L].transpose(1, 2)
     )

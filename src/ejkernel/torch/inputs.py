@@ -130,16 +130,16 @@ def padded_lengths(query: Tensor, key: Tensor, left: Tensor | None, seqlens: Ten
     number = S - start if seqlens is None else seqlens[:, None]  # of a row's tokens
     at = torch.arange(S, dtype=torch.int32, device=key.device).expand(B, S)
     kv_positions = at.contiguous() if left is None else at - start
-    kv_segments = _sign(number - 1 - kv_positions)
+    kv_segments = _minus_one_where_negative(number - 1 - kv_positions)
     if left is not None:
-        kv_segments = kv_segments | _sign(kv_positions)
+        kv_segments = kv_segments | _minus_one_where_negative(kv_positions)
     if T == S:
         return Lengths(kv_segments, kv_segments, kv_positions, kv_positions)
     q_positions = number + torch.arange(-T, 0, dtype=torch.int32, device=key.device)
-    return Lengths(_sign(q_positions), kv_segments, q_positions, kv_positions)
+    return Lengths(_minus_one_where_negative(q_positions), kv_segments, q_positions, kv_positions)
 
 
-def _sign(x: Tensor) -> Tensor:
+def _minus_one_where_negative(x: Tensor) -> Tensor:
     """0, or -1 where an int32 is negative: the segments of tokens that are so far inside of a row."""
     return x >> 31
 

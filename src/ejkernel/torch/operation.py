@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ejkernel.ops import interpreting
-from ejkernel.torch.calls import Options, Tensors, empty_rows, heads_first, output_dtype
+from ejkernel.torch.calls import Options, Tensors, are_heads_first, empty_rows, output_dtype
 from ejkernel.torch.inputs import Inputs
 from ejkernel.torch.pattern import Pattern
 
@@ -72,7 +72,7 @@ def _implementation(query: Tensor) -> Any:
 
 
 def run_forward(tensors: Tensors, options: Options, sign: Any = None) -> tuple[Tensor, Tensor]:
-    """`sign` is the signature of q, k and v, where it is known: launches are found by it."""
+    """`sign` is the signature of q, k and v, where it is known: launches are looked up by it."""
     module = _implementation(tensors[0])
     return module.forward(tensors, options, sign) if module is _module("launches") else module.forward(tensors, options)
 
@@ -190,15 +190,15 @@ def _attention_backward(
 @_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _D = query.shape
-    first = heads_first(query, key, value)
-    out = empty_rows(query, (B, T, H, value.shape[3]), first, output_dtype(query))
+    heads_first = are_heads_first(query, key, value)
+    out = empty_rows(query, (B, T, H, value.shape[3]), heads_first, output_dtype(query))
     return out, query.new_empty((B, H, T), dtype=torch.float32)
 
 
 @_attention_backward.register_fake
 def _(dout: Any, dlse: Any, out: Any, lse: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, *_: Any) -> Any:
-    first = heads_first(query, key, value)
-    gradients = (empty_rows(x, tuple(x.shape), first, x.dtype) for x in (query, key, value))
+    heads_first = are_heads_first(query, key, value)
+    gradients = (empty_rows(x, tuple(x.shape), heads_first, x.dtype) for x in (query, key, value))
     return (*gradients, query.new_empty(0) if sinks is None else torch.empty_like(sinks))
 
 

@@ -1,11 +1,7 @@
-"""All that is static about a kind of call to the Triton kernels of `kernels/softmax`, found once and kept.
-
-A `Step` is one launch with everything but the tensors of a call. On CUDA it is launched on their memory; else it runs
-in Triton's interpreter.
-"""
+"""All that is static about a kind of call to the Triton kernels of `kernels/softmax`, made once and kept."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -14,167 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ejkernel.bridge.launch import Launch, Slot
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax import triton as family
 from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.kernels.softmax.triton import Config, Tile
 from ejkernel.ops import Call, Target
-from ejkernel.torch.calls import (
-    empty_rows,
-    sink_gradient,
-)
+from ejkernel.torch.calls import empty_rows, sink_gradient
+from ejkernel.torch.few_queries import Arrangement, static_lengths
 from ejkernel.torch.inputs import FLOAT8S
 from ejkernel.torch.pattern import Pattern
+from ejkernel.torch.prepared_launch import DTYPES, PreparedLaunch, aligned_to_16_bytes
 
-LENGTHS = ("q_segments", "kv_segments", "q_positions", "kv_positions")
 MOVED = ("query", "key", "value")
-
-# JAX's names of dtypes, which are numpy's
-_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.int32: "int32",
-    torch.bool: "bool",
-}
-
-
-def in_memory(x: Tensor) -> Tensor:
-    """A dense tensor with its dimensions in the order of its memory: heads before the length, or behind."""
-    return x if x.is_contiguous() else x.transpose(1, 2)
-
-
-def struct(x: Tensor) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(in_memory(x).shape), jax.numpy.dtype(_DTYPES[x.dtype]))
-
-
-# One launch -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Step:
-    """A kernel with everything but the tensors of a call.
-
-    Attributes:
-        arguments: of its parameters before the constants, in order: the name of a tensor, or a scalar.
-        outputs: how many of the last of them it writes. One that is an argument before too starts with its contents.
-        fixed: the tensors that are the same at every call, by name.
-    """
-
-    kernel: Any
-    arguments: tuple[str | int | float, ...]
-    outputs: int
-    grid: tuple[int, int, int]
-    tile: Tile
-    constants: dict[str, Any]
-    fixed: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        filled = [self.fixed.get(a, a) if isinstance(a, str) else a for a in self.arguments]
-        self._values = [*filled, *self.constants.values()]
-        self._slots = [(i, a) for i, a in enumerate(filled) if isinstance(a, str)]
-        self._launch: Any = None
-
-    def run(self, tensors: Mapping[str, Tensor], compiled: bool, aligned: bool) -> None:
-        if not compiled:
-            return self._interpret({**self.fixed, **tensors})
-        values = self._values.copy()
-        for i, name in self._slots:
-            values[i] = tensors[name]
-        if aligned and self._launch is not None:
-            return self._launch(*values)
-        from ejkernel.bridge.private_triton import launch_and_keep
-
-        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": True}
-        launch = launch_and_keep(self.kernel, self.grid, values, **options)
-        if aligned:
-            # what Triton would look up again at every call: this kernel, compiled for aligned tensors and these scalars
-            self._launch = launch
-        return None
-
-    def described(self, tensors: Mapping[str, Tensor]) -> tuple[Launch, list[str]]:
-        """The launch as the bridge knows it, and the names of its arrays: to interpret, or compile for other GPUs."""
-        inputs, written = self.arguments[: -self.outputs], self.arguments[-self.outputs :]
-        names = [a for a in inputs if isinstance(a, str) and a != "absent"]
-        slots = [Slot.ABSENT if a == "absent" else Slot.ARRAY if isinstance(a, str) else _float32(a) for a in inputs]
-        launch = Launch(
-            kernel=self.kernel,
-            arguments=tuple(slots),
-            outputs=tuple(struct(tensors[str(a)]) for a in written),
-            grid=self.grid,
-            num_warps=self.tile.warps,
-            num_stages=self.tile.stages,
-            aliases=tuple((names.index(a), n) for n, a in enumerate(written) if a in names),
-            constexprs=tuple(self.constants.items()),
-        )
-        return launch, names
-
-    def _interpret(self, tensors: Mapping[str, Tensor]) -> None:
-        from ejkernel.bridge.interpreter import interpret_launch
-
-        launch, names = self.described(tensors)
-        arrays: list[Any] = [_to_numpy(tensors[name]) for name in names]
-        results = interpret_launch(launch, *arrays)
-        for name, result in zip(self.arguments[-self.outputs :], results, strict=True):
-            in_memory(tensors[str(name)]).copy_(_from_numpy(result, tensors[str(name)].dtype))
-
-
-def _float32(x: Any) -> int | float:
-    return float(np.float32(x)) if isinstance(x, float) else x
-
-
-# what numpy has no types of its own for
-_AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
-
-
-def _to_numpy(x: Tensor) -> np.ndarray:
-    x = in_memory(x.detach())
-    assert x.is_contiguous(), f"a kernel would read other memory than that of strides {x.stride()}"
-    if x.dtype not in _AS_INTEGERS:
-        return x.numpy()
-    return x.view(_AS_INTEGERS[x.dtype]).numpy().view(jax.numpy.dtype(_DTYPES[x.dtype]))
-
-
-def _from_numpy(x: np.ndarray, dtype: torch.dtype) -> Tensor:
-    x = np.ascontiguousarray(x)
-    if dtype not in _AS_INTEGERS:
-        return torch.from_numpy(x)
-    return torch.from_numpy(x.view(f"i{x.itemsize}")).view(dtype)
-
-
-# All of one kind of call ------------------------------------------------------------------------------------
-
-
-class Known(NamedTuple):
-    """Calls without lengths whose query heads are packed as rows, or whose keys are split: their sizes before that."""
-
-    B: int
-    T: int
-    S: int
-    group: int
-    splits: int
-
-
-def known_lengths(known: Known) -> dict[str, np.ndarray]:
-    """Segments and positions, int32 (B * splits, length), of the packed and split call."""
-    B, T, S, group, splits = known
-    q = np.tile((np.arange(T) + (S - T)).repeat(group), (B * splits, 1))
-    k = np.tile(np.arange(S).reshape(splits, -1), (B, 1))
-    arrays = {"q_segments": q * 0, "kv_segments": k * 0, "q_positions": q, "kv_positions": k}
-    return {name: x.astype(np.int32) for name, x in arrays.items()}
-
-
-@lru_cache(maxsize=64)
-def known_tensors(known: Known, device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(x).to(device) for name, x in known_lengths(known).items()}
 
 
 class Kind(NamedTuple):
-    """What tells programs apart: everything static, and the shapes. `known` are lengths that follow from these."""
+    """What distinguishes programs: everything static, and the shapes.
+
+    Lengths that follow from an `arrangement` are static too.
+    """
 
     spec: Spec
     arrays: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -183,11 +38,11 @@ class Kind(NamedTuple):
     heads_first: bool
     device: torch.device
     out: torch.dtype
-    known: "Known | None" = None
+    arrangement: Arrangement | None = None
 
 
 @lru_cache(maxsize=256)
-def program(kind: Kind) -> "Program":
+def program_of(kind: Kind) -> "Program":
     return Program(kind)
 
 
@@ -208,7 +63,7 @@ _TOKENS = 2048
 _BLOCKS = 1024
 
 
-class Planned(NamedTuple):
+class DeviceSchedule(NamedTuple):
     """A schedule on the device: bounds or numbers, lists if there are such, and the order of sub-blocks of keys."""
 
     rows: Tensor | None = None
@@ -216,19 +71,19 @@ class Planned(NamedTuple):
     order: Tensor | None = None
 
 
-class Pair(NamedTuple):
-    """A launch, and the careful one over what a nan was found in."""
+class LaunchPair(NamedTuple):
+    """A fast launch, and the nan-safe one over the blocks in which the fast one left a nan."""
 
-    fast: Step
-    careful: Step | None
-    marks: tuple[int, int]  # the shape of what the first tells the second
+    fast: PreparedLaunch
+    nan_safe: PreparedLaunch | None
+    flags: tuple[int, int]  # the shape of what the first marks for the second
 
 
-class Maker(NamedTuple):
+class ScheduleLaunches(NamedTuple):
     """The launches that make a schedule from lengths, and the shapes of what they write."""
 
-    extents: Step
-    rows: Step
+    extents: PreparedLaunch
+    rows: PreparedLaunch
     shapes: dict[str, tuple[int, ...]]
 
 
@@ -241,12 +96,12 @@ class Program:
         self.pattern = Pattern.known(kind.pattern) if kind.pattern else None
         self.call = self._described()
         self.dims = dimensions(self.call)
-        self.static = kind.known is not None or "q_segments" not in self.call
+        self.static = kind.arrangement is not None or "q_segments" not in self.call
         self.config = self._config()
-        self.pairs: dict[str, Pair] = {}
-        self.terms: dict[bool, Step] = {}
-        self.schedules: dict[tuple[Tile, Side], Planned] = {}
-        self.makers: dict[tuple[Tile, Side], Maker] = {}
+        self.pairs: dict[str, LaunchPair] = {}
+        self.terms: dict[bool, PreparedLaunch] = {}
+        self.schedules: dict[tuple[Tile, Side], DeviceSchedule] = {}
+        self.schedule_launches: dict[tuple[Tile, Side], ScheduleLaunches] = {}
         # what a launch is given and neither reads nor writes
         kinds = {"absent": torch.int32, "total": torch.float32, "argmax": torch.int32, "nothing": torch.int32}
         self.fixed = {name: torch.empty(4, dtype=dtype, device=kind.device) for name, dtype in kinds.items()}
@@ -256,12 +111,12 @@ class Program:
     def _described(self) -> Any:
         """The call by its shapes, on what 8-bit numbers become: tiles and products are those."""
         kind = self.kind
-        structs: Any = {n: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(_DTYPES[t])) for n, shape, t in kind.arrays}
+        structs: Any = {n: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(DTYPES[t])) for n, shape, t in kind.arrays}
         if self.pattern is not None:
             shape = self.pattern.for_heads(structs["query"].shape[2]).shape
             structs["pattern"] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(bool))
         query, key = (dtype for _, _, dtype in kind.arrays[:2])
-        computed = _DTYPES[torch.bfloat16 if query in FLOAT8S else query]
+        computed = DTYPES[torch.bfloat16 if query in FLOAT8S else query]
         self.wide = computed if key in FLOAT8S else None
         structs["query"] = jax.ShapeDtypeStruct(structs["query"].shape, jax.numpy.dtype(computed))
         return Call(kind.spec, structs, target_of(kind.device))
@@ -295,34 +150,36 @@ class Program:
         return replace(narrow, block_q=min(tile.block_q, 32), stages=3) if wide else narrow
 
     def sub_block(self, tile: Tile, side: Side) -> int | None:
-        """Keys of a sub-block, of a tile whose keys come in such: as rows, only in an order that is found once."""
+        """Keys of a sub-block, of a tile whose keys come in such: as rows, only where their order is computed once."""
         return family.sub_block_keys(self.call, tile) if side == "q" or self.static else None
 
-    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool) -> Planned:
+    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool) -> DeviceSchedule:
         """On the device; of a mask without lengths, once."""
         key = (tile, side)
         if not self.static:
-            if key not in self.makers:
-                self.makers[key] = self._maker(tile, side)
-            return self._made(self.makers[key], tensors, aligned)
+            if key not in self.schedule_launches:
+                self.schedule_launches[key] = self._schedule_launches(tile, side)
+            return self._schedule_from_lengths(self.schedule_launches[key], tensors, aligned)
         if key not in self.schedules:
             arrays: dict[str, Any] = dict(self.call.arrays)
             if self.pattern is not None:
                 arrays["pattern"] = self.pattern.for_heads(self.dims.H)
-            if self.kind.known is not None:
-                arrays |= known_lengths(self.kind.known)
-            found = family.scheduled(Call(self.kind.spec, arrays), tile, side, np)
-            self.schedules[key] = _on_device(*found, self.kind.device)
+            if self.kind.arrangement is not None:
+                arrays |= static_lengths(self.kind.arrangement)
+            schedule, order = family.scheduled(Call(self.kind.spec, arrays), tile, side, np)
+            self.schedules[key] = _on_device(schedule, order, self.kind.device)
         return self.schedules[key]
 
-    def _made(self, maker: Maker, tensors: Mapping[str, Tensor], aligned: bool) -> Planned:
-        made = {name: self.fixed["nothing"].new_empty(shape) for name, shape in maker.shapes.items()}
-        given = {**tensors, **made}
-        maker.extents.run(given, self.compiled, aligned)
-        maker.rows.run(given, self.compiled, aligned)
-        return Planned(made["rows"], made.get("index"))
+    def _schedule_from_lengths(
+        self, launches: ScheduleLaunches, tensors: Mapping[str, Tensor], aligned: bool
+    ) -> DeviceSchedule:
+        written = {name: self.fixed["nothing"].new_empty(shape) for name, shape in launches.shapes.items()}
+        given = {**tensors, **written}
+        launches.extents.run(given, self.compiled, aligned)
+        launches.rows.run(given, self.compiled, aligned)
+        return DeviceSchedule(written["rows"], written.get("index"))
 
-    def _maker(self, tile: Tile, side: Side) -> Maker:
+    def _schedule_launches(self, tile: Tile, side: Side) -> ScheduleLaunches:
         from ejkernel.kernels.softmax.triton.schedule import EXTENTS, extents_kernel, rows_kernel
 
         tile = replace(tile, block_k=self.sub_block(tile, side) or tile.block_k, warps=4, stages=1)
@@ -337,26 +194,28 @@ class Program:
             written, sums = ("rows", "index"), "sums"
             self.fixed["sums"] = self.pattern.sums(self.kind.device)
         at_once = {f"N{x}": max(1, _TOKENS // n) for x, n in (("Q", tile.block_q), ("K", tile.block_k))}
-        extents = self._step(extents_kernel, tile, Planned(), B, ("extents",), {}, {}, **at_once)
-        parts = -(-n_q // at_once["NQ"]) + -(-n_k // at_once["NK"])
+        extents = self._prepared(extents_kernel, tile, DeviceSchedule(), B, ("extents",), {}, {}, **at_once)
+        programs = -(-n_q // at_once["NQ"]) + -(-n_k // at_once["NK"])
         more = {"p_extents": "extents", "p_sums": sums}
         N = min(power_of_two(others, 32), _BLOCKS)
         options = {"HEADS": heads, "PATTERNS": patterns, "BY_KEYS": side == "k", "N": N}
         tile = replace(tile, warps=max(1, N // 256))
-        lists = self._step(rows_kernel, tile, Planned(), B * heads, written, more, {}, **options)
-        return Maker(replace(extents, grid=(parts, B, 1)), replace(lists, grid=(rows, B * heads, 1)), shapes)
+        lists = self._prepared(rows_kernel, tile, DeviceSchedule(), B * heads, written, more, {}, **options)
+        return ScheduleLaunches(
+            replace(extents, grid=(programs, B, 1)), replace(lists, grid=(rows, B * heads, 1)), shapes
+        )
 
-    def _step(
+    def _prepared(
         self,
         kernel: Any,
         tile: Tile,
-        schedule: "Planned",
+        schedule: DeviceSchedule,
         heads: int,
         outputs: Sequence[str],
         more: Mapping[str, Any],
         constants: Mapping[str, Any],
         **others: Any,
-    ) -> Step:
+    ) -> PreparedLaunch:
         """A launch over all rows of a schedule; `more` are arguments beyond those the kernels share."""
         import triton.language as tl
 
@@ -377,7 +236,7 @@ class Program:
             **constants,
         )
         fixed = schedule._asdict() if self.static else {}
-        return Step(
+        return PreparedLaunch(
             kernel=kernel,
             arguments=(*("absent" if x is None else x for x in named.values()), *outputs),
             outputs=len(outputs),
@@ -389,25 +248,24 @@ class Program:
 
     def _pair(
         self, kernel: Any, tile: Tile, side: Side, heads: int, outputs: Sequence[str], schedule: Any, **constants: Any
-    ) -> Pair:
+    ) -> LaunchPair:
         """Both launches read one schedule, with one tile."""
         width = self.sub_block(tile, side)
         length = self.dims.T if side == "q" else self.dims.S
         flagged = family.flag_rows(tile, side, width)
-        marks = (heads, -(-length // flagged))
+        flags = (heads, -(-length // flagged))
         constants = {"SUB_BLOCK": width, **constants}
-        fast = self._step(kernel, tile, schedule, heads, (*outputs, "bad"), _ROWS, constants)
+        fast = self._prepared(kernel, tile, schedule, heads, (*outputs, "bad"), _ROWS, constants)
         if not family.hides_anything(self.call):
-            return Pair(fast, None, marks)
+            return LaunchPair(fast, None, flags)
         old = {"p_flags": "bad", **{f"p_old_{name}": name for name in outputs}, **_ROWS}
         marked = {"GUARD": True, "FLAG_ROWS": flagged, **constants}
-        slow = replace(tile, stages=1)
-        careful = self._step(kernel, slow, schedule, heads, (*outputs, "nothing"), old, marked)
-        return Pair(fast, careful, marks)
+        nan_safe = self._prepared(kernel, replace(tile, stages=1), schedule, heads, (*outputs, "nothing"), old, marked)
+        return LaunchPair(fast, nan_safe, flags)
 
     def _run_twice(self, name: str, kernel: str, tile: Tile, side: Side, tensors: dict[str, Any], **more: Any) -> None:
         """The two launches of a kernel; `more` are constants of it."""
-        aligned = self.compiled and _aligned(tensors)
+        aligned = self.compiled and aligned_to_16_bytes(tensors)
         pair = self.pairs.get(name)
         if pair is None or not self.static:
             schedule = self.schedule(tile, side, tensors, aligned)
@@ -418,10 +276,10 @@ class Program:
                 self.pairs[name] = pair
             if not self.static:
                 tensors |= {name: x for name, x in schedule._asdict().items() if x is not None}
-        tensors["bad"] = self.fixed["nothing"].new_empty(pair.marks)
+        tensors["bad"] = self.fixed["nothing"].new_empty(pair.flags)
         pair.fast.run(tensors, self.compiled, aligned)
-        if pair.careful is not None:
-            pair.careful.run(tensors, self.compiled, aligned)
+        if pair.nan_safe is not None:
+            pair.nan_safe.run(tensors, self.compiled, aligned)
 
     def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         B, T, _, H, _, _, Dv = self.dims
@@ -439,13 +297,15 @@ class Program:
         tiles = [self.config.dq, self.config.dkv] + ([self.config.dv] if self.config.dv else [])
         return max(tile.block_q for tile in tiles)
 
-    def _row_terms(self, with_dlse: bool) -> Step:
+    def _row_terms(self, with_dlse: bool) -> PreparedLaunch:
         if with_dlse not in self.terms:
             tile = Tile(min(64, self._row_block), 16, 4, 1)
             more = {"p_out": "out", "p_dout": "dout", "p_lse": "lse", "p_dlse": "dlse" if with_dlse else None}
             heads, block = self.dims.B * self.dims.H, self._row_block
             outputs, constants = ("rows_lse", "rows_delta"), {"ROW_BLOCK": block}
-            made = self._step(_kernel("row_terms"), tile, Planned(), heads, outputs, more, constants, DLSE=with_dlse)
+            made = self._prepared(
+                _kernel("row_terms"), tile, DeviceSchedule(), heads, outputs, more, constants, DLSE=with_dlse
+            )
             blocks = -(-self.dims.T // block) * block // tile.block_q
             self.terms[with_dlse] = replace(made, grid=(blocks, heads, 1))
         return self.terms[with_dlse]
@@ -454,12 +314,12 @@ class Program:
         self, tensors: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         B, T, _, H, *_ = self.dims
-        config, first, more = self.config, self.kind.heads_first, {"ROW_BLOCK": self._row_block}
+        config, heads_first, more = self.config, self.kind.heads_first, {"ROW_BLOCK": self._row_block}
         rows_lse, rows_delta = lse.new_empty((2, B, H, -(-T // self._row_block) * self._row_block)).unbind(0)
         given = {**tensors, "dout": dout, "rows_lse": rows_lse, "rows_delta": rows_delta}
         terms = {**given, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-        self._row_terms(dlse is not None).run(terms, self.compiled, self.compiled and _aligned(terms))
-        dq, dk, dv = (empty_rows(tensors[n], tuple(tensors[n].shape), first, tensors[n].dtype) for n in MOVED)
+        self._row_terms(dlse is not None).run(terms, self.compiled, self.compiled and aligned_to_16_bytes(terms))
+        dq, dk, dv = (empty_rows(tensors[n], tuple(tensors[n].shape), heads_first, tensors[n].dtype) for n in MOVED)
         self._run_twice("dq", "dq", config.dq, "q", {**given, "dq": dq}, **more)
         if config.dv is None:
             self._run_twice("dkv", "dkv", config.dkv, "k", {**given, "dk": dk, "dv": dv}, **more)
@@ -480,14 +340,6 @@ def _kernel(name: str) -> Any:
     return getattr(forward if name == "forward" else backward, f"{name}_kernel")
 
 
-def _aligned(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether all lie at multiples of 16 bytes, as those made here do."""
-    bits = 0
-    for x in tensors.values():
-        bits |= x.data_ptr()
-    return not bits & 15
-
-
 # parameters that are tensors, by the names of the tensors
 _NAMES = {
     "p_q": "query",
@@ -506,7 +358,9 @@ _NAMES = {
 _ROWS = {"p_dout": "dout", "p_lse": "rows_lse", "p_delta": "rows_delta"}
 
 
-def _on_device(schedule: Schedule, order: Any, device: torch.device) -> Planned:
-    parts = (schedule.number, schedule.index) if isinstance(schedule, Lists) else (schedule.bounds, None)
+def _on_device(schedule: Schedule, order: Any, device: torch.device) -> DeviceSchedule:
+    lists = isinstance(schedule, Lists)
+    rows, index = (schedule.number, schedule.index) if lists else (schedule.bounds, None)
     # dense: a sum over a broadcast array need not be
-    return Planned(*(None if x is None else torch.as_tensor(x).contiguous().to(device) for x in (*parts, order)))
+    arrays = (None if x is None else torch.as_tensor(x).contiguous().to(device) for x in (rows, index, order))
+    return DeviceSchedule(*arrays)
