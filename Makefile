@@ -28,7 +28,7 @@ help:
 	@echo "make hardening    ten thousand calls with an odd argument, and many legal ones, against the definitions"
 	@echo "make bench        measure attention against peers on this machine"
 	@echo "make benchmarks   measure everything; the numbers go to $(RESULTS), RESULTS=benchmarks/results is where the docs read them"
-	@echo "make tables       regenerate the tables in the READMEs and the stubs of functions whose results differ"
+	@echo "make tables       regenerate tables in READMEs, code in pages, and stubs of functions whose results differ"
 	@echo "make docs         build the site into build/site"
 	@echo "make docs-serve   show it, and build it again when a page changes"
 	@echo "make dist         build the wheel and the source distribution into dist"
@@ -100,6 +100,7 @@ benchmarks: $(VENV)/installed-bench
 tables: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks.readme_tables --write
 	$(BIN)/python tests/stubs.py --write
+	$(BIN)/python docs/quotes.py
 
 # the notice is of the successor of mkdocs-material
 docs: $(VENV)/installed-docs

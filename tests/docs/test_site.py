@@ -16,12 +16,25 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 PICTURES = runpy.run_path(str(DOCS / "pictures.py"))
+QUOTES = runpy.run_path(str(DOCS / "quotes.py"))
 HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
 
 
 @pytest.mark.parametrize("name", PICTURES["PICTURES"])
 def test_pictures_are_current(name):
     assert (DOCS / "images" / "masks" / f"{name}.svg").read_text() == PICTURES["drawn"](name), "python docs/pictures.py"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_files_are_current(page):
+    text = (DOCS / page).read_text()
+    assert QUOTES["quoted"](text) == text, "python docs/quotes.py"
+
+
+def test_the_worked_example_is_shown_whole():
+    shown = re.findall(r'^```py title="([\w/.]+)"$', (DOCS / "new_kernel.md").read_text(), re.MULTILINE)
+    family = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "toy_family").glob("[a-z]*.py")}
+    assert family <= set(shown)
 
 
 def test_every_page_has_its_place():

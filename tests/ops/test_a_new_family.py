@@ -54,7 +54,7 @@ def weighed(function, w_out, w_state):
 
 def test_it_is_known():
     assert "decayed_sum" in list_operations() and get_operation("decayed_sum") is DECAYED_SUM
-    assert support_table("decayed_sum").splitlines()[-1] == "| plain | yes |"
+    assert support_table("decayed_sum").splitlines()[-1] == "| plain | yes | yes | yes |"
     told = explain(decayed_sum, X, STATE, LENGTHS)
     assert (told.operation, told.platform, told.config) == ("decayed_sum", "xla", xla.Config(2))
 

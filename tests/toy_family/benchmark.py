@@ -30,7 +30,9 @@ class Case:
         return float(self.T)
 
     def structs(self):
-        return {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in Problem(self).arrays.items()}
+        return {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in Problem(self).arrays.items()
+        }
 
     def arguments(self, arrays):
         return {name: arrays[name] for name in ("x", "state", "lengths")}
@@ -39,14 +41,22 @@ class Case:
 class Problem:
     def __init__(self, case):
         x = jnp.sin(jnp.arange(2 * case.T * 3.0)).reshape(2, case.T, 3)
-        self.arrays = {"x": x, "state": x[:, 0], "lengths": jnp.array([case.T, 5]), "dout": jnp.cos(x)}
+        self.arrays = {
+            "x": x,
+            "state": x[:, 0],
+            "lengths": jnp.array([case.T, 5]),
+            "dout": jnp.cos(x),
+        }
 
     def truths(self, device_lock):
         def attend(x, state):
             return definition(canonicalise(x, state, self.arrays["lengths"]), jnp.float32)[0]
 
         out, pull = jax.vjp(attend, self.arrays["x"], self.arrays["state"])
-        found = [{"out": out}, dict(zip(("dx", "dstate"), pull(self.arrays["dout"]), strict=True))]
+        found = [
+            {"out": out},
+            dict(zip(("dx", "dstate"), pull(self.arrays["dout"]), strict=True)),
+        ]
         return [Truth.of(exact, exact) for exact in found]
 
 

@@ -14,11 +14,22 @@ def canonicalise(x, state, lengths, *, decay=0.5):
 def definition(call, dtype):
     h, out = call["state"].astype(dtype), []
     for t in range(call["x"].shape[1]):
-        h = call.spec.decay * h + jnp.where(t < call["lengths"][:, None], call["x"][:, t].astype(dtype), 0)
+        h = call.spec.decay * h + jnp.where(
+            t < call["lengths"][:, None], call["x"][:, t].astype(dtype), 0
+        )
         out.append(h)
     return jnp.stack(out, 1), h
 
 
 def checks():
     lengths = {"lengths": jnp.array([8, 5])}
-    return [Check("short", "decayed_sum", definition, "float32", {"x": (2, 8, 3), "state": (2, 3)}, lengths)]
+    return [
+        Check(
+            "short",
+            "decayed_sum",
+            definition,
+            "float32",
+            {"x": (2, 8, 3), "state": (2, 3)},
+            lengths,
+        )
+    ]

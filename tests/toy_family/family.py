@@ -18,7 +18,12 @@ def arguments(
     decay: Annotated[float, Option("Of the toy, per token.")] = 0.5,
 ):
     x, state = struct("float32", batch, length, dim), struct("float32", batch, dim)
-    return {"x": x, "state": state, "lengths": jax.ShapeDtypeStruct((batch,), jnp.int32), "decay": decay}
+    return {
+        "x": x,
+        "state": state,
+        "lengths": jax.ShapeDtypeStruct((batch,), jnp.int32),
+        "decay": decay,
+    }
 
 
 FAMILY = Family(

@@ -20,8 +20,12 @@ DECAYED_SUM = Operation(
         "lengths": Dims("B"),
     },
     outputs={"out": "B T D", "state": "B D"},
-    implementations={"xla": "toy_family.xla"},
-    preference={"cpu": ("xla",)},
+    implementations={
+        "xla": "toy_family.xla",
+        "triton": "toy_family.triton",
+        "pallas": {"tpu": "toy_family.pallas_tpu"},
+    },
+    preference={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")},
     bucket=lambda call: f"T{call['x'].shape[1]}",
     splits=Splits(free=("B", "D"), otherwise={"T": "hand the state on"}),
     example=lambda call: {
@@ -29,7 +33,9 @@ DECAYED_SUM = Operation(
         "state": jnp.zeros(call["state"].shape),
         "lengths": jnp.full(call["lengths"].shape, call["x"].shape[1]),
     },
-    probes=lambda: {"plain": Call(Spec(0.5), {"x": jnp.ones((1, 4, 2)), "state": jnp.zeros((1, 2))})},
+    probes=lambda: {
+        "plain": Call(Spec(0.5), {"x": jnp.ones((1, 4, 2)), "state": jnp.zeros((1, 2))})
+    },
 )
 
 OPERATIONS = (DECAYED_SUM,)

@@ -1,4 +1,4 @@
-"""In chunks. The residuals are the states between chunks: how many there are depends on the config."""
+"""In chunks. The residuals are the states between them: how many depends on the config."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,9 @@ def _steps(decay, h, xs):
 def forward(call, config):
     x, _ = _masked(call)
     (B, T, D), decay = x.shape, call.spec.decay
-    chunks = jnp.moveaxis(x.reshape(B, T // config.chunk, config.chunk, D), 0, 2)  # (chunks, chunk, B, D)
+    chunks = jnp.moveaxis(
+        x.reshape(B, T // config.chunk, config.chunk, D), 0, 2
+    )  # (chunks, chunk, B, D)
 
     def chunk(h, xs):
         end, out = _steps(decay, h, xs)
@@ -52,7 +54,9 @@ def backward(call, residuals, cotangents, config):
     dout = cotangents.get("out", jnp.zeros_like(call["x"]))
     if "state" in cotangents:
         dout = dout.at[:, T - 1].add(cotangents["state"])
-    _, dx = _steps(call.spec.decay, jnp.zeros_like(call["state"]), jnp.moveaxis(dout, 1, 0)[::-1])
+    _, dx = _steps(
+        call.spec.decay, jnp.zeros_like(call["state"]), jnp.moveaxis(dout, 1, 0)[::-1]
+    )
     dx = jnp.moveaxis(dx[::-1], 0, 1)
     return {"x": jnp.where(keep[..., None], dx, 0), "state": call.spec.decay * dx[:, 0]}
 
