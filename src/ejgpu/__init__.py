@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejgpu.xla_utils import checked_starts
-from ejkernel.checks.arrays import concrete, float_array, integers
+from ejkernel.checks.arrays import concrete, cumulative_lengths, float_array, integers
 from ejkernel.checks.names import errors_as_called
 from ejkernel.checks.options import static_int
 from ejkernel.checks.values import check_rows
@@ -103,7 +102,7 @@ def flash_attn_varlen(
     T, S = q.shape[-3], k.shape[-3]
     for name, starts, tokens in (("cu_seqlens_q", cu_seqlens_q, T), ("cu_seqlens_k", cu_seqlens_k, S)):
         if starts is not None:
-            checked_starts(name, starts, tokens)
+            cumulative_lengths(name, starts, tokens)
     _check_longest("max_seqlens_q", max_seqlens_q, T, cu_seqlens_q)
     _check_longest("max_seqlens_k", max_seqlens_k, S, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     with _errors_as_called(softmax_scale="sm_scale", dropout_prob="dropout_p", bias="b"):
@@ -261,7 +260,7 @@ def native_spare_attention(
 
 def _check_packed(q: jax.Array, cu_seqlens: jax.Array | None) -> None:
     if cu_seqlens is not None and jnp.ndim(q) >= 3:
-        checked_starts("cu_seqlens", cu_seqlens, q.shape[-3])
+        cumulative_lengths("cu_seqlens", cu_seqlens, q.shape[-3])
 
 
 @contextmanager

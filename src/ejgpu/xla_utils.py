@@ -38,7 +38,7 @@ def prepare_lens(cu_seqlens: jax.Array) -> jax.Array:
     >>> prepare_lens(jnp.array([0, 3, 3, 10])).tolist()
     [3, 0, 7]
     """
-    return jnp.diff(checked_starts("cu_seqlens", cu_seqlens, UNBOUNDED))
+    return jnp.diff(cumulative_lengths("cu_seqlens", cu_seqlens, UNBOUNDED))
 
 
 def prepare_cu_seqlens_from_mask(mask: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def prepare_chunk_offsets(cu_seqlens: jax.Array, chunk_size: int) -> jax.Array:
     >>> prepare_chunk_offsets(jnp.array([0, 3, 8]), 4).tolist()
     [0, 1, 3]
     """
-    cu = checked_starts("cu_seqlens", cu_seqlens, UNBOUNDED)
+    cu = cumulative_lengths("cu_seqlens", cu_seqlens, UNBOUNDED)
     return packed_chunks(cu[None], static_int("chunk_size", chunk_size, 1), 1).first_row[0]
 
 
@@ -144,13 +144,6 @@ def chunk_global_cumsum(
     return _sums(s, None, reverse, scale, cu_seqlens, head_first, output_dtype)
 
 
-def checked_starts(name: str, cu_seqlens: Any, total: int) -> jax.Array:
-    """`cu_seqlens` as int32; ValueError where sequences are out of order or end behind the tokens, unless traced."""
-    with jax.transfer_guard("allow"):  # values on a device are read on purpose
-        values = concrete(integers(name, cu_seqlens, 1))
-    return cumulative_lengths(name, cu_seqlens, total, values=values)
-
-
 def _tokens(cu_seqlens: Any, total: int | None) -> tuple[jax.Array, jax.Array]:
     """The sequence of every token and its position in it, (tokens,) each."""
     if total is None:
@@ -158,7 +151,7 @@ def _tokens(cu_seqlens: Any, total: int | None) -> tuple[jax.Array, jax.Array]:
         if ends is None:
             raise ValueError("the number of tokens is not known while tracing: give total=")
         total = int(ends[-1])
-    cu = checked_starts("cu_seqlens", cu_seqlens, static_int("total", total, 0))
+    cu = cumulative_lengths("cu_seqlens", cu_seqlens, static_int("total", total, 0))
     sequence, position = segments.from_cu_seqlens(cu, total)
     return sequence[0], position[0]
 

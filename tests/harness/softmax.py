@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         bias: its shape, one letter per axis: "BHTS" in full, "1" where it broadcasts.
-        sinks: its shape, of letters and numbers: "H", "H3" or "3".
+        sinks: its shape, of letters and numbers: "H", "H3" or "13".
         mask: makes `mask_info` from the case.
         cum_q, cum_k: the lengths of packed sequences.
         packed: whether packed arrays have three dimensions.
@@ -327,7 +327,7 @@ SINKS = (
     Case("sinks-chunks", T=70, sinks="H", mask=partial(_chunks, size=20)),
     Case("sinks-H", H=4, Hkv=2, sinks="H"),
     Case("sinks-Hn", sinks="H3", options=CAUSAL),
-    Case("sinks-n", sinks="5", options=CAUSAL),
+    Case("sinks-shared", sinks="15", options=CAUSAL),
     Case("sinks-bfloat16", sinks="H", dtype="bfloat16", options={**CAUSAL, "sliding_window": 9}),
     Case("sinks-rows-that-see-nothing", T=70, S=33, sinks="H2", options=CAUSAL),
     Case("sinks-segments", T=70, sinks="H", mask=partial(segments, padding=20), options=CAUSAL),
@@ -365,7 +365,7 @@ UNNORMALISED = (
     Case("unnormalised", options=UNDIVIDED),
     Case("unnormalised-causal-T>S", T=70, S=33, options={**UNDIVIDED, **CAUSAL}),
     Case("unnormalised-sinks", sinks="H2", options={**UNDIVIDED, **CAUSAL}),
-    Case("unnormalised-sinks-alone", T=70, S=33, sinks="3", options={**UNDIVIDED, **CAUSAL}),
+    Case("unnormalised-sinks-alone", T=70, S=33, sinks="13", options={**UNDIVIDED, **CAUSAL}),
     Case("unnormalised-bias-soft-cap", bias="1HTS", options={**UNDIVIDED, "logits_soft_cap": 3.0}),
     Case("unnormalised-bfloat16-gqa", H=4, Hkv=2, dtype="bfloat16", options={**UNDIVIDED, **CAUSAL}),
     Case("unnormalised-segments-no-lse", T=70, mask=partial(segments, padding=9), lse=False, options=UNDIVIDED),

@@ -55,6 +55,7 @@ WRONG = {
     "bias-key-heads": ({"bias": ones(2, 2, 6, 10)}, ValueError, "bias .* does not broadcast"),
     "bias-dtype": ({"bias": ones(6, 10, dtype="int32")}, TypeError, "bias has dtype int32; supported"),
     "sinks-shape": ({"softmax_aux": ones(3, 2)}, ValueError, r"softmax_aux \(3, 2\) must be .* with heads=4"),
+    "sinks-of-other-heads": ({"softmax_aux": ones(3)}, ValueError, r"be \(heads,\), .* heads=4; 3 .* are \(1, 3\)"),
     "sinks-rank": ({"softmax_aux": ones(1, 4, 2)}, ValueError, "softmax_aux .* must be"),
     "sinks-empty": ({"softmax_aux": ones(4, 0)}, ValueError, "softmax_aux .* must be"),
     "sinks-dtype": ({"softmax_aux": ones(4, dtype="int32")}, TypeError, "softmax_aux has dtype int32"),

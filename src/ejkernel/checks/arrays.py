@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ejkernel.checks.values import check_rows
+from ejkernel.checks.values import check_rows, enabled
 
 ArrayInput = ArrayLike | Sequence[Any]
 # dtypes of queries, keys and values
@@ -22,7 +22,8 @@ def concrete(x: Any) -> np.ndarray | None:
     """The values of `x` as numpy, or None where they are traced or live on another host."""
     if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
-    return np.asarray(x)
+    # fetched on purpose, which `jax.transfer_guard("disallow")` lets pass
+    return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x)
 
 
 def as_array(name: str, x: ArrayInput) -> jax.Array | np.ndarray:
@@ -144,21 +145,16 @@ def lengths_array(name: str, x: ArrayInput, most: int) -> jax.Array:
     return jnp.asarray(lengths, jnp.int32).reshape(-1)
 
 
-def cumulative_lengths(
-    name: str, x: ArrayInput, total: int, *, fewest: int = 1, values: np.ndarray | None = None
-) -> jax.Array:
+def cumulative_lengths(name: str, x: ArrayInput, total: int, *, fewest: int = 1) -> jax.Array:
     """(N + 1,) int32 cumulative lengths of at least `fewest` sequences, in order and inside the tokens there are.
 
-    Where the values of an array on the device were read anyway (`values`), they are checked.
+    Bad ones raise, also those on a device, which are fetched to see; traced ones are put in order.
     """
     cumulative = integers(name, x, 1)
     check_sizes_known(name, cumulative)
     if cumulative.shape[0] <= fewest:
         raise ValueError(f"{name} must have shape (sequences + 1,), got {cumulative.shape}")
-    read = cumulative if values is None else values
-    bad = _misplaced(read, total) if isinstance(read, jax.Array) else misplaced(np, read, total)
-    message = f"{name} must start at 0, never decrease, and end within the {total} tokens"
-    check_rows(read, bad, message)
+    check_cumulative(name, cumulative, total)
     return _in_order(jnp.asarray(cumulative, jnp.int32), total)
 
 
@@ -167,16 +163,26 @@ def _in_order(cumulative: jax.Array, total: int) -> jax.Array:
     return jnp.clip(jax.lax.cummax(cumulative), 0, total)
 
 
-def misplaced(xp: Any, cumulative: Any, total: int) -> Any:
-    """Which entries of cumulative lengths are out of order or range; `xp` is numpy or jax.numpy."""
+def check_cumulative(name: str, cumulative: Any, total: int, *, of: str = "tokens", sequences: Any = None) -> None:
+    """ValueError unless cumulative lengths (N + 1,) start at 0, never decrease, and end within `total` tokens.
+
+    Traced ones are checked with `EJKERNEL_CHECKS=1`. Entries past the first `sequences` sequences are not looked at.
+    """
+    message = f"{name} must start at 0, never decrease, and end within the {total} {of}"
+    values, count = concrete(cumulative), None if sequences is None else concrete(sequences)
+    if values is not None and (sequences is None) == (count is None):
+        check_rows(values, _out_of_order(np, values, total, count), message)
+    elif enabled():
+        bad = _out_of_order(jnp, jnp.asarray(cumulative), total, sequences)
+        check_rows(jnp.asarray(cumulative), bad, message)
+
+
+def _out_of_order(xp: Any, cumulative: Any, total: int, sequences: Any) -> Any:
+    """Which entries are out of order or range; `xp` is numpy or jax.numpy."""
+    index = xp.arange(cumulative.shape[0])
     before = xp.concatenate([xp.zeros(1, cumulative.dtype), cumulative[:-1]])
-    first = xp.arange(cumulative.shape[0]) == 0
-    return (cumulative < before) | (cumulative > total) | (first & (cumulative != 0))
-
-
-@partial(jax.jit, static_argnums=1)
-def _misplaced(cumulative: jax.Array, total: int) -> jax.Array:
-    return misplaced(jnp, cumulative, total)
+    bad = (cumulative < before) | (cumulative > total) | ((index == 0) & (cumulative != 0))
+    return bad if sequences is None else bad & (index <= sequences)
 
 
 def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:

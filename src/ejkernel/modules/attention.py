@@ -40,7 +40,7 @@ def attention(
         value: `(B, S, Hkv, Dv)`.
         bias: broadcasts to `(B, H, T, S)`.
         dropout_rng: a PRNG key or an int; needed when dropout is on.
-        softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`.
+        softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share.
         mask_info: see `ejkernel.types.MaskInfo`.
         init_bias: a function that makes the bias when neither `bias` nor `mask_info` is given.
         deterministic: True switches dropout off.

@@ -40,7 +40,7 @@ def blocksparse_attention(
         query: `(B, T, H, D)`; leading dimensions as in `flash_attention`.
         key: `(B, S, Hkv, D)`.
         value: `(B, S, Hkv, Dv)`.
-        softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`.
+        softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share.
         bias: broadcasts to `(B, H, T, S)`.
         block_mask: bool `(blocks_q, blocks_k)`, `(H, ...)` or `(B, H, ...)`, a `BlockPattern`, or a function
             `(b, h, i, j) -> bool` of block indices. The function may be plain Python (it is called with ints, block by

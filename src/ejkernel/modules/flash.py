@@ -53,7 +53,7 @@ def flash_attention(
         bias: added to the scaled logits; broadcasts to `(B, H, T, S)`; has a gradient.
         cum_seqlens_q: `(N + 1,)` cumulative lengths of packed sequences; tokens past the last are padding.
         cum_seqlens_k: the same for keys; by default that of the queries.
-        softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`; have a gradient.
+        softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; have a gradient.
         mask_info: segments, lengths, patterns, dense masks, explicit positions: see `ejkernel.types.MaskInfo`.
         softmax_scale: default `D ** -0.5`.
         dropout_prob: chance that a weight is dropped; needs `dropout_seed`.

@@ -137,7 +137,7 @@ def selected_attention(
         block_indices: `(B, T, Hkv, K)` integers, blocks counted from the start of a sequence, in any order. One that
             is negative or lies behind the query is none; one that is repeated counts once.
         block_counts: how many of the indices count, from the first: a number or `(B, T, Hkv)`. Default: all.
-        softmax_aux: sinks `(H,)`, `(H, n)` or `(n,)`, logits that join the denominator once.
+        softmax_aux: sinks `(H,)`, `(H, n)`, or `(1, n)` that all heads share, logits that join the denominator once.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32, sinks included.
 
     Returns:

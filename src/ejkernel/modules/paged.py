@@ -55,7 +55,8 @@ def page_attention(
         softmax_scale: default `D ** -0.5`.
         logits_soft_cap: `c` turns the scaled logits into `c * tanh(logits / c)`.
         sliding_window: `w`, or `(left, right)`: a token sees itself and `left` keys before; pages before are skipped.
-        softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`, which join every softmax once and have no value.
+        softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; they join every softmax once and
+            have no value.
         num_splits: compute the key axis in this many parts and merge them; default: what the platform finds best.
         k_scale: scalar or `(Hkv,)`: cached keys times this are the keys. `v_scale`: the same for values.
         return_lse: also return the log-sum-exp, float32, sinks included: `(B, H, T)`, or `(B, H)` for a 3-D query.

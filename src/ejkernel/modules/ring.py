@@ -50,7 +50,7 @@ def ring_attention(
         key: `(B, S, Hkv, D)`; both lengths divide over the devices.
         value: `(B, S, Hkv, Dv)`.
         bias: broadcasts to `(B, H, T, S)`; its rows are split like queries, every device has all columns.
-        softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`.
+        softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share.
         axis_name: the mesh axis that lengths are split over; or two, `("ring", "heads")`: keys go round the first, and
             along the second heads change places with tokens. Lengths are then split over both.
         mask_info: segments, lengths, explicit positions, dense masks; no block patterns.

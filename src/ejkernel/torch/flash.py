@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ejkernel.checks.options import flag, soft_cap
-from ejkernel.kernels.softmax.spec import Band, window_band
+from ejkernel.kernels.softmax.spec import Band, sink_shapes, window_band
 from ejkernel.torch.calls import Options
 from ejkernel.torch.inputs import Inputs, Lengths, check_shapes, cumulative, packed_lengths, prepared, scale_of
 from ejkernel.torch.operation import attend
@@ -37,7 +37,7 @@ def flash_attention(
         value: `(B, S, Hkv, Dv)`.
         cum_seqlens_q: `(N + 1,)` cumulative lengths of packed sequences; tokens past the last are padding.
         cum_seqlens_k: the same for keys; by default that of the queries.
-        softmax_aux: sink logits `(H,)`, `(H, n)` or `(n,)`; have a gradient.
+        softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; have a gradient.
         softmax_scale: default `D ** -0.5`.
         causal: query `i` sees keys up to `i + S - T`.
         sliding_window: `w` for `(w, w)`, or `(left, right)`: keys within that distance of the aligned position.
@@ -100,10 +100,9 @@ def _joined_sinks(sinks: Any, query: Tensor) -> Tensor | None:
     sinks = sinks.float()
     if sinks.dim() == 1 and sinks.shape[0] == H:
         return sinks
-    if sinks.dim() == 1 and sinks.shape[0] > 0:
-        sinks = sinks.expand(H, -1)
-    if sinks.dim() != 2 or sinks.shape[0] != H or sinks.shape[1] == 0:
-        raise ValueError(f"softmax_aux {tuple(sinks.shape)} must be (heads,), (heads, n) or (n,) with heads={H}")
+    if sinks.dim() != 2 or sinks.shape[0] not in (1, H) or sinks.shape[1] == 0:
+        raise ValueError(sink_shapes(tuple(sinks.shape), H))
+    sinks = sinks.expand(H, -1)
     # one of -inf weighs nothing; where all are, the gradient of logsumexp would be nan
     nothing = torch.isneginf(sinks).all(-1)
     joined = torch.logsumexp(torch.where(nothing[:, None], 0.0, sinks), -1)

@@ -110,7 +110,7 @@ def check_lengths(B: int, T: int, S: int, cu_seqlens: Any, kv_lengths: Any) -> t
                 f"cu_seqlens packs sequences into one row of as many queries as keys; there are {B} rows of "
                 f"{T} queries and {S} keys"
             )
-        return cumulative_lengths("cu_seqlens", cu_seqlens, T, values=concrete(cu_seqlens)), None
+        return cumulative_lengths("cu_seqlens", cu_seqlens, T), None
     if kv_lengths is not None:
         lengths = lengths_array("kv_lengths", kv_lengths, S)
         if lengths.shape[0] not in (1, B):

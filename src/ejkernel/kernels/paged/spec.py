@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import check_sizes_known, integers, misplaced, traced_number
+from ejkernel.checks.arrays import check_cumulative, check_sizes_known, integers, traced_number
 from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
 from ejkernel.checks.options import flag, number, soft_cap, static_int
 from ejkernel.checks.values import check
@@ -318,8 +318,7 @@ class _Integers(NamedTuple):
         if self.num_seqs is not None:
             check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", self)
         if self.query_start is not None:
-            message = f"query_start_loc must start at 0, never decrease, and end within the {T} query tokens"
-            check(self.query_start, lambda xp, q: _misplaced(xp, q, T, counted(xp)), message, self)
+            check_cumulative("query_start_loc", self.query_start, T, of="query tokens", sequences=self.num_seqs)
         holder = "cache" if self.block_tables is None else "table"
         message = f"{lens_name} must be from 0 to {S}, what the {holder} holds"
         check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
@@ -354,11 +353,6 @@ class _Integers(NamedTuple):
         if self.starts is not None:
             used &= (slots + 1) * L > xp.asarray(self.starts)[:, None]
         return used
-
-
-def _misplaced(xp: Any, starts: Any, T: int, counted: Any) -> Any:
-    """Entries of query_start_loc out of order or range; those past the sequences that count are ignored."""
-    return misplaced(xp, xp.asarray(starts), T) & xp.concatenate([xp.ones(1, bool), counted])
 
 
 # What implementations in jax.numpy share --------------------------------------------------------------------

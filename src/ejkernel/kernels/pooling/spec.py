@@ -43,8 +43,8 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     B, T, _, _ = x.shape
     if B != 1:
         raise ValueError(f"with cu_seqlens x must be (1, tokens, heads, head_dim), its shape is {x.shape}")
+    ends = cumulative_lengths("cu_seqlens", cu_seqlens, T, fewest=0)
     values = concrete(cu_seqlens)
-    ends = cumulative_lengths("cu_seqlens", cu_seqlens, T, fewest=0, values=values)
     if values is None:
         rows = max_packed_chunks(T, ends.size - 1, chunk_size)
     else:

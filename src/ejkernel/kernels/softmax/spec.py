@@ -290,17 +290,21 @@ def initial_bias(bias: Any, init_bias: Any, mask_info: Any) -> Any:
 
 
 def sink_logits(softmax_aux: Any, H: int) -> jax.Array | None:
-    """Sinks (H,), (H, n) or (n,) as float32 (H, n)."""
+    """Sinks (H,), (H, n) or, shared by all heads, (1, n), as float32 (H, n)."""
     if softmax_aux is None:
         return None
     sinks = float_array("softmax_aux", softmax_aux).astype(jnp.float32)
     if sinks.ndim == 1 and sinks.shape[0] == H:
         return sinks[:, None]
-    if sinks.ndim == 1 and sinks.shape[0] > 0:
-        return jnp.broadcast_to(sinks, (H, *sinks.shape))
-    if sinks.ndim == 2 and sinks.shape[0] == H and sinks.shape[1] > 0:
-        return sinks
-    raise ValueError(f"softmax_aux {sinks.shape} must be (heads,), (heads, n) or (n,) with heads={H}")
+    if sinks.ndim == 2 and sinks.shape[0] in (1, H) and sinks.shape[1] > 0:
+        return jnp.broadcast_to(sinks, (H, sinks.shape[1]))
+    raise ValueError(sink_shapes(sinks.shape, H))
+
+
+def sink_shapes(shape: tuple[int, ...], H: int) -> str:
+    """What an error says of sinks that fit neither the heads nor all of them: (n,) could mean either."""
+    shared = f"; {shape[0]} sinks that all heads share are (1, {shape[0]})" if len(shape) == 1 and shape[0] else ""
+    return f"softmax_aux {shape} must be (heads,), (heads, n) or (1, n) with heads={H}{shared}"
 
 
 def _sinks(softmax_aux: Any, dims: Dimensions) -> jax.Array | None:
