@@ -627,7 +627,7 @@ BAD = {
     "traced offset": (
         TypeError,
         "got a traced value",
-        lambda: jax.jit(lambda n: MaskInfo(3, 3).apply_causal(n).bias)(1),
+        lambda: jax.jit(lambda n: MaskInfo(3, 3).apply_sliding_window(1, n).bias)(1),
     ),
     "float offset": (TypeError, "offset", lambda: MaskInfo(3, 3).apply_causal(0.5)),  # pyright: ignore
     "combine": (

@@ -136,12 +136,12 @@ def integers(name: str, x: Any, *ranks: int) -> Any:
     return x if x.dtype in (jnp.int32, jnp.int64) else x.astype(jnp.int32)
 
 
-def lengths_array(name: str, x: ArrayInput, most: int) -> jax.Array:
-    """(B,) int32 lengths, each from 0 to `most`; those on a device are fetched to see, unless they are traced."""
+def lengths_array(name: str, x: ArrayInput, most: int, *, least: int = 0) -> jax.Array:
+    """(B,) int32 lengths from `least` to `most`; those on a device are fetched to see, unless they are traced."""
     lengths = integers(name, x, 0, 1)
     values = concrete(lengths)
     given = lengths if values is None else values
-    check_rows(given, (given < 0) | (given > most), f"{name} must lie in [0, {most}]")
+    check_rows(given, (given < least) | (given > most), f"{name} must lie in [{least}, {most}]")
     return jnp.asarray(lengths, jnp.int32).reshape(-1)
 
 

@@ -10,6 +10,7 @@ from ejkernel.cache import (
     TransformerCacheView,
 )
 from ejkernel.checks.dims import DIMS, format_shape
+from ejkernel.types.conversions import mask_to_segment_ids, segment_ids_to_mask
 from ejkernel.types.mask import MaskInfo
 from ejkernel.types.pattern import BlockPattern
 
@@ -25,4 +26,6 @@ __all__ = [
     "StateCacheView",
     "TransformerCacheView",
     "format_shape",
+    "mask_to_segment_ids",
+    "segment_ids_to_mask",
 ]

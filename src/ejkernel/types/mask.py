@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
 from ejkernel.checks.arrays import (
     ArrayInput,
@@ -15,16 +18,21 @@ from ejkernel.checks.arrays import (
     common_batch,
     concrete,
     cumulative_lengths,
+    integers,
     lengths_array,
     rows,
 )
 from ejkernel.checks.options import static_int
 from ejkernel.types import segments
-from ejkernel.types.combine import chunked, intersect, same, unite
+from ejkernel.types.combine import both, chunked, intersect, same, unite
+from ejkernel.types.conversions import mask_to_segment_ids, segment_ids_to_mask
 from ejkernel.types.parts import ARRAY_FIELDS, STATIC_FIELDS, MaskParts, with_rank
 from ejkernel.types.pattern import BlockPattern
 from ejkernel.types.shardings import mask_shardings
+from ejkernel.types.slices import at_tokens, last_tokens
 from ejkernel.types.visualize import MOST_DRAWN, Kind, checked_cells, drawn, has_values, html, visibility
+
+__all__ = ["MaskInfo", "mask_to_segment_ids", "segment_ids_to_mask"]
 
 PUBLIC_NAMES = {
     "q_segment_ids": "q_ids",
@@ -41,9 +49,9 @@ class MaskInfo(MaskParts):
 
     Segments, lengths, causality, windows, chunks and block patterns stay symbolic; `is_symbolic` and the repr say
     whether a mask holds a T x S array. One is made only by `attention_mask`, `bias`, `|` of masks whose union is not
-    one of these parts (see there), `apply_token_type_ids(combine="union")`, a second chunk size that does not nest with
-    the first, and `&` of masks whose bands or chunks rest on different positions or whose pattern block sizes do not
-    nest.
+    one of these parts (see there), `apply_token_type_ids(combine="union")`, `apply_causal` with an offset that is
+    traced or of each row, `apply_kv_lengths` where it cuts a block pattern, a second chunk that does not nest with the
+    first, and `&` of masks whose bands or chunks rest on different positions or whose pattern block sizes do not nest.
 
     Positions decide causality, windows and chunks: the explicit ones where given, else plain indices with the ends
     aligned (query `i` stands at `i + S - T`, key `j` at `j`).
@@ -229,13 +237,23 @@ class MaskInfo(MaskParts):
 
     # refine
 
-    def apply_causal(self, offset: int = 0) -> "MaskInfo":
+    def apply_causal(self, offset: ArrayInput = 0) -> "MaskInfo":
         """Also requires `k <= q + offset`, in positions.
+
+        Args:
+            offset: a number; or a traced one, or one for each row (B,), which make a T x S array.
 
         >>> MaskInfo(2, 3).apply_causal().attention_mask[0, 0].astype(int).tolist()
         [[1, 1, 0], [1, 1, 1]]
+        >>> MaskInfo(2, 2).apply_causal(offset=[0, 1]).attention_mask[:, 0].astype(int).tolist()
+        [[[1, 0], [1, 1]], [[1, 1], [1, 1]]]
         """
-        return self.narrowed((None, static_int("offset", offset)))
+        if not isinstance(offset, Tracer) and np.ndim(offset) == 0:
+            return self.narrowed((None, static_int("offset", offset)))
+        offsets = jnp.asarray(integers("offset", offset, 0, 1), jnp.int32).reshape(-1)
+        common_batch({"mask": self.batch_size, "offset": offsets.shape[0]})
+        m = self.canonical()
+        return dataclasses.replace(self, dense=both(m.dense, m.causal_mask(offsets)))
 
     def apply_sliding_window(self, window: int | tuple[int | None, int | None], offset: int = 0) -> "MaskInfo":
         """Also requires `q + offset - left <= k <= q + offset + right`, in positions.
@@ -265,16 +283,48 @@ class MaskInfo(MaskParts):
         chunk_size = static_int("chunk_size", chunk_size, 1)
         return chunked(self, chunk_size)
 
-    def apply_kv_lengths(self, lengths: ArrayInput) -> "MaskInfo":
-        """Also hides the keys from `lengths` (B,) on, by index: their segment ids become -1.
+    def apply_kv_lengths(
+        self,
+        lengths: ArrayInput,
+        *,
+        q_len: int | None = None,
+        end_index: ArrayInput | None = None,
+        sliding_window: int | None = None,
+    ) -> "MaskInfo":
+        """Also hides the keys from `lengths` on, by index: their segment ids become -1.
+
+        A step of decoding takes the few queries that it computes out of the mask of all tokens, too. They keep the
+        positions they had, for causality and windows that are applied later.
+
+        Args:
+            lengths: (B,), or one number for all rows.
+            q_len, end_index: together: the mask of the `q_len` queries before `end_index` (B,), by index.
+            sliding_window: the mask of so many keys alone, those before `lengths`, of a cache that holds no others.
 
         >>> MaskInfo(2, 3).apply_kv_lengths([1]).attention_mask[0, 0].astype(int).tolist()
         [[1, 0, 0], [1, 0, 0]]
+        >>> causal = MaskInfo(4, 4).apply_causal()
+        >>> causal.apply_kv_lengths([2, 3], q_len=1, end_index=[2, 3]).attention_mask[:, 0, 0].astype(int).tolist()
+        [[1, 1, 0, 0], [1, 1, 1, 0]]
         """
-        inside = segments.from_lengths(lengths_array("lengths", lengths, self.kv_len), self.kv_len)
+        T, S = self.q_len, self.kv_len
+        ends = lengths_array("lengths", lengths, S)
+        inside = segments.from_lengths(ends, S)
         q_ids, kv_ids = self.ids_or_zeros()
         common_batch({"mask": self.batch_size, "lengths": inside.shape[0]})
-        return dataclasses.replace(self, q_ids=q_ids, kv_ids=jnp.where(inside < 0, -1, kv_ids))
+        hidden = dataclasses.replace(self, q_ids=q_ids, kv_ids=jnp.where(inside < 0, -1, kv_ids))
+        if (q_len is None) != (end_index is None):
+            raise ValueError(f"q_len and end_index must be given together, got {q_len=}, {end_index=}")
+        q_index = kv_index = None
+        if q_len is not None and end_index is not None:
+            count = static_int("q_len", q_len, 1)
+            if count > T:
+                raise ValueError(f"{q_len=} is more than the {T} queries of the mask")
+            q_index = last_tokens(lengths_array("end_index", end_index, T, least=count), count, T)
+            common_batch({"mask": self.batch_size, "lengths": inside.shape[0], "end_index": q_index.shape[0]})
+        if sliding_window is not None:
+            kv_index = last_tokens(ends, min(static_int("sliding_window", sliding_window, 1), S), S)
+        return hidden if q_index is None and kv_index is None else at_tokens(hidden, q_index, kv_index)
 
     def apply_token_type_ids(
         self,
@@ -366,6 +416,14 @@ class MaskInfo(MaskParts):
     def attention_mask(self) -> jax.Array:
         """The whole mask, true where visible: bool (B, H or 1, T, S)."""
         return jnp.broadcast_to(self.element_mask(), self.shape)
+
+    def get_or_compute_attention_mask(self, dtype: DTypeLike = jnp.bool_) -> jax.Array:
+        """`attention_mask` in that dtype: 1 where visible, else 0.
+
+        >>> MaskInfo(2, 2).apply_causal().get_or_compute_attention_mask(dtype=jnp.float32)[0, 0].tolist()
+        [[1.0, 0.0], [1.0, 1.0]]
+        """
+        return self.attention_mask.astype(dtype)
 
     @property
     def bias(self) -> jax.Array:
@@ -463,8 +521,8 @@ class MaskInfo(MaskParts):
         m = self.canonical()
         if m.dense is None:
             return m.ids_or_zeros()
-        mask = concrete(dataclasses.replace(m, band=(None, None), chunk=None, pattern=None).element_mask())
-        if mask is None:
+        mask = dataclasses.replace(m, band=(None, None), chunk=None, pattern=None).element_mask()
+        if concrete(mask) is None:
             raise ValueError("segment ids of a dense mask need its values, these are traced")
         return segments.from_dense(mask)
 

@@ -13,6 +13,7 @@ from ejkernel.types.elements import Band, Tokens, pattern_cells, visible
 
 ARRAY_FIELDS = ("q_ids", "kv_ids", "q_pos", "kv_pos", "dense", "pattern")
 STATIC_FIELDS = ("q_len", "kv_len", "band", "chunk", "cross")
+_FARTHEST = 2**30  # a distance beyond which no two positions lie
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,6 +64,11 @@ class MaskParts:
         m = self.canonical()
         tokens = m._positions_at(jnp.arange(self.q_len), jnp.arange(self.kv_len))
         return visible(*tokens, m.band, m.chunk, pairs=jnp.ones((1, 1, self.q_len, self.kv_len), bool))
+
+    def causal_mask(self, offsets: jax.Array) -> jax.Array:
+        """Whether `k <= q + offset`, in positions, for an offset of each row (B|1,): bool (B, 1, T, S)."""
+        queries, keys = self.canonical()._positions_at(jnp.arange(self.q_len), jnp.arange(self.kv_len))
+        return keys.position - queries.position <= offsets[:, None, None, None]
 
     def _positions_at(self, q_index: jax.Array, kv_index: jax.Array) -> tuple[Tokens, Tokens]:
         """Positions (B|1, 1, t, 1) and (B|1, 1, 1, s)."""
@@ -135,7 +141,10 @@ class MaskParts:
         """Also requires `lo <= k - q <= hi`, in positions."""
         lows = [x for x in (self.band[0], band[0]) if x is not None]
         highs = [x for x in (self.band[1], band[1]) if x is not None]
-        return dataclasses.replace(self, band=(max(lows, default=None), min(highs, default=None)))
+        low, high = max(lows, default=None), min(highs, default=None)
+        # the sum of a limit and a position must fit in int32
+        clamped = (None if x is None else max(-_FARTHEST, min(x, _FARTHEST)) for x in (low, high))
+        return dataclasses.replace(self, band=tuple(clamped))
 
     def uses_positions(self) -> bool:
         """Whether positions matter: there is a band or a chunk."""

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import concrete
+from ejkernel.checks.values import check_rows
+from ejkernel.types.elements import Tokens, visible
 
 # what makes ids is compiled: outside jit, its constants would be sent to the device one by one
 
@@ -83,21 +85,42 @@ def intersect(q_a: jax.Array, kv_a: jax.Array, q_b: jax.Array, kv_b: jax.Array) 
     return ids[:, :q_len], ids[:, q_len:]
 
 
-def from_dense(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (B, T) and (B, S) that say exactly what a concrete mask (B, H, T, S) says; ValueError where none can."""
-    if (mask != mask[:, :1]).any():
-        raise ValueError(f"the attention mask {mask.shape} differs between heads: segment ids cannot express it")
-    mask = mask[:, 0]  # (B, T, S)
-    first_query = mask.argmax(axis=1)  # (B, S) the first query that sees the key names the segment
-    kv = np.where(mask.any(axis=1), first_query, -1)
-    first_key = mask.argmax(axis=2)  # (B, T)
-    q = np.where(mask.any(axis=2), np.take_along_axis(first_query, first_key, axis=1), -1)
-    if (((q[:, :, None] == kv[:, None, :]) & (q >= 0)[:, :, None]) != mask).any():
-        raise ValueError(
-            f"the attention mask {mask.shape} is not made of segments (two queries share a key but not all keys): "
-            "segment ids cannot express it"
-        )
-    return _number_from_zero(q, kv)
+def from_dense(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids (B, T) and (B, S) that say exactly what a mask (B, H, T, S) says; ValueError where none can.
+
+    Of a traced mask that is known with `EJKERNEL_CHECKS=1` alone.
+    """
+    q_ids, kv_ids, expressed = _numbered_by_first_query(mask[:, 0])
+    other_heads, other_pairs = (mask != mask[:, :1]).any((1, 2, 3)), (expressed != mask[:, 0]).any((1, 2))
+    for wrong, reason in (
+        (other_heads, "differs between heads"),
+        (other_pairs, "is not made of segments (two queries share a key but not all keys)"),
+    ):
+        message = f"the attention mask {mask.shape} {reason}: segment ids cannot express it"
+        values = concrete(wrong)
+        if values is None:
+            check_rows(wrong, wrong, message)
+        elif values.any():
+            raise ValueError(message)
+    return q_ids, kv_ids
+
+
+@jax.jit
+def _numbered_by_first_query(mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Ids (B, T) and (B, S) of a mask (B, T, S), numbered by the first query of each segment, and the mask they say."""
+    first_query, first_key = mask.argmax(1), mask.argmax(2)  # (B, S), (B, T)
+    q_sees, kv_seen = mask.any(2), mask.any(1)
+    # a query is in the segment of the first query that sees its first key
+    leader = jnp.where(q_sees, jnp.take_along_axis(first_query, first_key, axis=1), -1)  # (B, T)
+    number = jnp.cumsum(leader == jnp.arange(mask.shape[1]), axis=1) - 1
+    q_ids = jnp.where(q_sees, jnp.take_along_axis(number, jnp.maximum(leader, 0), axis=1), -1).astype(jnp.int32)
+    kv_ids = jnp.where(kv_seen, jnp.take_along_axis(number, first_query, axis=1), -1).astype(jnp.int32)
+    return q_ids, kv_ids, same_segment(q_ids, kv_ids)
+
+
+def same_segment(q_ids: jax.Array, kv_ids: jax.Array) -> jax.Array:
+    """The mask (B, T, S) of ids (B, T) and (B, S)."""
+    return visible(Tokens(0, q_ids[:, :, None]), Tokens(0, kv_ids[:, None, :]))
 
 
 def cu_seqlens(name: str, ids: jax.Array) -> jax.Array:
@@ -137,11 +160,3 @@ def _rank_pairs(a: jax.Array, b: jax.Array) -> jax.Array:
     new_b = _is_new(jnp.take_along_axis(b, order, axis=-1))
     ranks = jnp.cumsum(new_a | new_b, axis=-1, dtype=jnp.int32) - 1
     return jnp.take_along_axis(ranks, jnp.argsort(order, axis=-1), axis=-1)
-
-
-def _number_from_zero(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    for row in range(q.shape[0]):
-        names = np.unique(q[row][q[row] >= 0])
-        q[row] = np.where(q[row] >= 0, np.searchsorted(names, q[row]), -1)
-        kv[row] = np.where(kv[row] >= 0, np.searchsorted(names, kv[row]), -1)
-    return q.astype(np.int32), kv.astype(np.int32)
