@@ -247,8 +247,11 @@ def test_checks_of_lengths_under_jit_go_through_checkify(checks):
         error.throw()
 
 
-def test_without_checks_device_values_are_not_fetched():
-    out = flash_attention(**PACKED, cum_seqlens_q=jnp.array([0, 4, 9]))
+def test_offsets_on_the_device_are_looked_at_and_traced_ones_put_in_order():
+    offsets = jnp.array([0, 4, 9])
+    with pytest.raises(ValueError, match=r"cum_seqlens_q .* within the 6 tokens \(row 2: 9\)"):
+        flash_attention(**PACKED, cum_seqlens_q=offsets)
+    out = jax.jit(lambda offsets: flash_attention(**PACKED, cum_seqlens_q=offsets))(offsets)
     assert np.isfinite(out).all()
 
 
