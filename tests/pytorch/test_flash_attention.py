@@ -76,7 +76,7 @@ def test_sinks(implementation):
         check(placed(implementation, ours), theirs, tensors, cotangents)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 3), (3,)])
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (1, 3)])
 def test_sinks_of_every_shape_as_in_jax(shape):
     tensors = tensors_of(**SHAPE)
     sinks = torch.randn(shape, generator=torch.Generator().manual_seed(3))
