@@ -203,12 +203,12 @@ def tiles(shape: Shape, device: torch.device) -> None:
 
 def host_time(device: torch.device) -> None:
     """Of a call whose kernels take next to no time, without waiting for them; and of its bare launches alone."""
-    from ejkernel.torch.programs import Step
+    from ejkernel.torch.prepared_launch import PreparedLaunch
 
     shape = Shape(T=64, H=1, Hkv=1, D=64)
     attend, (q, k, v) = module(shape, Pattern()), shape.tensors(device)
     runs: list[Any] = []
-    kept = Step.run
+    kept = PreparedLaunch.run
 
     def noted(step: Any, tensors: Any, *how: bool) -> None:
         runs.append(partial(kept, step, dict(tensors), *how))
@@ -216,9 +216,9 @@ def host_time(device: torch.device) -> None:
 
     with torch.no_grad():
         attend(q, k, v)
-        Step.run = noted  # pyright: ignore[reportAttributeAccessIssue]
+        PreparedLaunch.run = noted  # pyright: ignore[reportAttributeAccessIssue]
         attend(q, k, v)
-        Step.run = kept
+        PreparedLaunch.run = kept
         whole, bare = microseconds(lambda: attend(q, k, v)), microseconds(lambda: [run() for run in runs])
     print(f"host time of a forward: {whole:.1f} us, of its {len(runs)} launches alone {bare:.1f} us")
 
