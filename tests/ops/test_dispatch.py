@@ -82,7 +82,7 @@ def test_explain_through_a_users_function():
 
 
 def test_explain_of_something_else():
-    with pytest.raises(TypeError, match="cos is not an operation of ejkernel"):
+    with pytest.raises(TypeError, match="cos calls no operation of ejkernel"):
         explain(jnp.cos, Q)
 
 
@@ -158,7 +158,7 @@ def test_operations_have_names():
 
 
 def test_an_unknown_operation():
-    with pytest.raises(ValueError, match=r"unknown operation 'attend'; known: .*flash_attention"):
+    with pytest.raises(ValueError, match=r"unknown operation 'attend'; .*known: .*flash_attention"):
         get_operation("attend")
 
 
@@ -255,12 +255,83 @@ def test_explain_of_a_function_that_makes_two_calls():
     cache, lens, table = jnp.ones((8, 16, 2, 64)), jnp.array([40, 35]), jnp.array([[3, 1, 2], [3, 1, 7]])
     told = explain(cascade_attention, jnp.ones((2, 4, 64)), cache, cache, lens, table, 32)
     assert (told.operation, told.platform) == ("cascade_attention", "xla")
-    assert [part.operation for part in told.parts] == ["prefill_page_attention", "page_attention"]
-    assert all(part.platform == "xla" and part.config is not None for part in told.parts)
+    assert [call.operation for call in told.calls] == ["prefill_page_attention", "page_attention"]
+    assert all(call.platform == "xla" and call.config is not None for call in told.calls)
     text = str(told)
-    assert "cascade_attention on cpu: xla (2 calls)" in text and "  page_attention on cpu: xla" in text
+    assert "cascade_attention on cpu: xla (2 calls)" in text
+    assert "cascade_attention > page_attention  " in text and "1x xla Config(" in text
 
 
 def test_explain_of_attention():
     told = explain(attention, Q, Q, Q)
     assert str(told) == "attention on cpu: xla (its definition: the matrix of weights is an output)"
+
+
+def twelve_layers(x):
+    def layer(x, _):
+        return flash_attention(x, x, x, causal=True) + cascade(x[0, :2]).mean(), None
+
+    return jax.lax.scan(layer, x, length=12)[0]
+
+
+def cascade(x):
+    cache, lens, table = jnp.ones((8, 16, 2, 16)), jnp.array([40, 35]), jnp.array([[3, 1, 2], [3, 1, 7]])
+    return cascade_attention(jax.lax.stop_gradient(x), cache, cache, lens, table, 32)
+
+
+def loss(x):
+    return (twelve_layers(x) + flash_attention(x, x, x)).sum()
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_explain_of_a_training_step_counts_calls_in_loops(ran_before):
+    step = jax.jit(jax.value_and_grad(loss))
+    if ran_before:
+        step(Q)
+    told = explain(step, Q)
+    counted = {(c.part_of, c.operation, c.forward_calls, c.backward_calls) for c in told.calls}
+    assert counted == {
+        ("", "flash_attention", 12, 12),
+        ("", "flash_attention", 1, 1),
+        ("cascade_attention", "prefill_page_attention", 12, 0),
+        ("cascade_attention", "page_attention", 12, 0),
+    }
+    assert all(call.arrays["query"].startswith("f32[") for call in told.calls)
+    header, *rows = str(told).splitlines()[1:]
+    assert header.split() == ["call", "arrays", "forward", "backward"] and len(rows) == 4
+    assert jnp.isfinite(step(Q)[0])  # what it recorded stays in it
+
+
+def test_explain_of_a_rematerialised_loop_counts_what_runs_again():
+    def remat(x):
+        body = jax.checkpoint(lambda x, _: (flash_attention(x, x, x) ** 2, None))
+        return jax.lax.scan(body, x, length=3)[0].sum()
+
+    told = explain(jax.grad(remat), Q)
+    assert (told.operation, told.forward_calls, told.backward_calls) == ("flash_attention", 6, 3)
+    assert "runs: forward 6x and backward 3x" in str(told)
+
+
+def test_explain_says_on_what_a_call_depends():
+    def either(x):
+        return jax.lax.cond(x.sum() > 0, lambda: flash_attention(x, x, x), lambda: x)
+
+    assert explain(either, Q).conditions == ("where its branch is taken",)
+    endless = explain(lambda x: jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: flash_attention(x, x, x), x), Q)
+    assert endless.conditions == ("in every iteration of a while loop",)
+
+
+def test_explain_of_vmap_shows_the_folded_batch():
+    told = explain(jax.vmap(lambda x: flash_attention(x, x, x)), jnp.ones((3, 2, 32, 2, 16)))
+    assert told.arrays["query"] == "f32[6,32,2,16]"
+
+
+def test_explain_goes_on_behind_what_nothing_can_run():
+    told = explain(lambda x: flash_attention(flash_attention(x, x, x, platform="cudnn"), x, x).sum(), Q)
+    assert [call.platform for call in told.calls] == [None, "xla"] and told.platform is None
+
+
+@pytest.mark.parametrize("name", ["native_sparse_attention", "cascade_attention", "attention", "dot_product_attention"])
+def test_functions_of_several_calls_are_operations(name):
+    assert get_operation(name).name == name and name in ops.list_operations()
+    assert ops.support_table(name).startswith("| feature |") or name == "attention"

@@ -44,11 +44,11 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
     else:
         chosen = f"[green]{answer.platform}[/] ({answer.reason})"
         console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: {chosen}")
-        for part in answer.parts or (answer,):
-            name = f"{part.operation}, {part.platform}: " if answer.parts else ""
-            console.print(f"{name}config: {part.config} (from {part.config_source})", markup=False)
-            if part.remark:
-                console.print(part.remark, markup=False)
+        for call in answer.calls or (answer,):
+            name = f"{call.operation}, {call.platform}: " if answer.calls else ""
+            console.print(f"{name}config: {call.config} (from {call.config_source})", markup=False)
+            if call.remark:
+                console.print(call.remark, markup=False)
         if (other := answer.gradient) is not None:
             console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)

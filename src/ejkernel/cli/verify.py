@@ -9,7 +9,6 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing import Pipe
@@ -27,6 +26,7 @@ from ejkernel.cli.families import family_of
 from ejkernel.cli.workers import Lost, device_works, spread
 from ejkernel.family import Arrays, Check, Error, Truth
 from ejkernel.ops import PLATFORMS, explain
+from ejkernel.ops.settings import with_these_settings
 from ejkernel.ops.tuning import median_seconds
 
 Function = Callable[[Arrays, Any], Any]
@@ -231,7 +231,7 @@ def _in_threads(task: Callable[[Any], Iterator[Any]], items: deque[Any]) -> Gene
 
     while items or running:
         while items:
-            Thread(target=copy_context().run, args=(work, items.popleft()), daemon=True).start()
+            Thread(target=with_these_settings(work), args=(items.popleft(),), daemon=True).start()
             running += 1
         said = answers.get()
         if said is None:

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.paged.cascade import cascade_calls, merge_answers
-from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION
-from ejkernel.ops import Steps
+from ejkernel.kernels.paged.operations import CASCADE_ATTENTION, PAGE_ATTENTION, PREFILL_PAGE_ATTENTION
+from ejkernel.ops import Composite
 
 
 def cascade_attention(
@@ -67,8 +67,7 @@ def cascade_attention(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    steps = Steps("cascade_attention", platform, cfg)
-    prefix = steps.run(PREFILL_PAGE_ATTENTION, prefix_call)
-    suffix = steps.run(PAGE_ATTENTION, suffix_call)
-    steps.done()
+    composite = Composite(CASCADE_ATTENTION, platform, cfg)
+    prefix = composite.run(PREFILL_PAGE_ATTENTION, prefix_call)
+    suffix = composite.run(PAGE_ATTENTION, suffix_call)
     return merge_answers(suffix_call, prefix, suffix, query.shape)

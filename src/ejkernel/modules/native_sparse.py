@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.common.batch import shards, unfolded
 from ejkernel.kernels.native_sparse import whole
-from ejkernel.kernels.native_sparse.operations import SELECTED_ATTENTION
+from ejkernel.kernels.native_sparse.operations import NATIVE_SPARSE_ATTENTION, SELECT_BLOCKS, SELECTED_ATTENTION
 from ejkernel.kernels.native_sparse.spec import canonicalise, finish
-from ejkernel.ops import Steps, run
+from ejkernel.ops import Composite, run
 
 
 def native_sparse_attention(
@@ -105,9 +105,8 @@ def native_sparse_attention(
         window_size=window_size,
         softmax_scale=softmax_scale,
     )
-    steps = Steps("native_sparse_attention", platform, cfg, mesh)
-    out = whole.run_whole(call, steps, shards(query.shape, mesh, in_specs, out_specs))
-    steps.done()
+    composite = Composite(NATIVE_SPARSE_ATTENTION, platform, cfg, mesh)
+    out = whole.run_whole(call, composite, shards(query.shape, mesh, in_specs, out_specs))
     return unfolded(out, query.shape[:-3])
 
 
@@ -209,7 +208,5 @@ def select_blocks(
         block_size=block_size,
         softmax_scale=softmax_scale,
     )
-    steps = Steps("select_blocks", platform, cfg)
-    indices = whole.run_selection(call, steps)
-    steps.done()
+    indices = whole.run_selection(call, Composite(SELECT_BLOCKS, platform, cfg))
     return unfolded(indices, query.shape[:-3])

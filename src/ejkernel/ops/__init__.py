@@ -2,11 +2,12 @@
 
 from ejkernel.families import register_families
 from ejkernel.ops.config import use_config
-from ejkernel.ops.dispatch import Steps, run, say_it_has_no_kernel
-from ejkernel.ops.explanation import Explanation, explain
+from ejkernel.ops.dispatch import Composite, run, run_plain
+from ejkernel.ops.explanation import Explanation
 from ejkernel.ops.fusion_barrier import fusion_barrier
 from ejkernel.ops.operation import Call, Dims, Implementation, Operation, Splits
 from ejkernel.ops.platforms import PLATFORMS
+from ejkernel.ops.recording import explain
 from ejkernel.ops.registry import get_operation, list_operations
 from ejkernel.ops.settings import deterministic, implicit_sharding, interpret, interpreting
 from ejkernel.ops.sharding import Shards
@@ -18,13 +19,13 @@ from ejkernel.ops.tuning import autotune
 __all__ = [
     "PLATFORMS",
     "Call",
+    "Composite",
     "Dims",
     "Explanation",
     "Implementation",
     "Operation",
     "Shards",
     "Splits",
-    "Steps",
     "Target",
     "TunedConfigs",
     "autotune",
@@ -39,7 +40,7 @@ __all__ = [
     "list_operations",
     "register_families",
     "run",
-    "say_it_has_no_kernel",
+    "run_plain",
     "support_table",
     "use_config",
 ]

@@ -13,6 +13,8 @@ from ejkernel.ops.batching import batch_size, fold_backward, fold_forward
 from ejkernel.ops.empty import allow_empty, allow_empty_gradient
 from ejkernel.ops.operation import Arrays, Call, Dims, Plan
 from ejkernel.ops.partitioning import partitioned
+from ejkernel.ops.recording import stand_in_backward, stand_in_forward
+from ejkernel.ops.settings import deterministic
 from ejkernel.ops.sharding import on_mesh_of, varying_like
 
 
@@ -50,9 +52,11 @@ def _whole(plan: Plan) -> frozenset[str]:
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     """Outputs, and the residuals that a backward needs; `execute` is differentiable, this is not."""
+    if plan.recorded is not None:
+        return fold_forward(stand_in_forward(plan), _whole(plan))(arrays)
 
     def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
-        with on_mesh_of(arrays), default_rules():
+        with on_mesh_of(arrays), default_rules(), deterministic(plan.deterministic):
             found = plan.implementation.forward(_call(plan, arrays), plan.config)
         return varying_like(found, arrays)  # kernels do not say what their results vary over
 
@@ -65,10 +69,15 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
 @partial(jax.jit, static_argnums=0)
 def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
     """Gradients by array name, from the cotangents of those outputs that have one."""
+    trained = frozenset(name for name, dims in plan.operation.arrays.items() if dims.grad)
+    whole = trained | _whole(plan)
+    if plan.recorded is not None:
+        return fold_backward(stand_in_backward(plan), whole)(arrays, residuals, cotangents)
 
     def one(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         given = arrays, residuals, cotangents
-        with on_mesh_of(given), default_rules():
+        # it may be traced where other settings hold than where its forward was
+        with on_mesh_of(given), default_rules(), deterministic(plan.deterministic):
             assert plan.implementation.backward is not None
             found = plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
         return varying_like(found, given)
@@ -76,8 +85,6 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
     operation = plan.operation
     groups = [operation.arrays, _results(plan), _results(plan)]
     split = partitioned(one, operation.splits, groups, operation.arrays, gradients=True) if plan.implicit else one
-    trained = frozenset(name for name, dims in operation.arrays.items() if dims.grad)
-    whole = trained | _whole(plan)
     return fold_backward(allow_empty_gradient(split, trained), whole)(arrays, residuals, cotangents)
 
 

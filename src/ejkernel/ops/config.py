@@ -2,27 +2,35 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ejkernel.ops.operation import Call, Implementation, Operation
 from ejkernel.ops.registry import get_operation
+from ejkernel.ops.settings import changed, settings
 from ejkernel.ops.target import Target
 from ejkernel.ops.tuned_files import MEASURED, TunedConfigs, shipped_file, unsaved, user_file
 
 USERS = "the user's tuned file"
 
-_OVERRIDES: ContextVar[Mapping[str, Any]] = ContextVar("ejkernel_config_overrides", default=MappingProxyType({}))
+
+class _Fields(tuple):  # of names and values
+    """A config given as a dict of its fields, as part of the settings that traces are known by."""
+
+    __slots__ = ()
+
+
+def _frozen(value: Any) -> Any:
+    """A value that JSON may have written: lists as tuples, which can be hashed."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 @contextmanager
 def use_config(operation: Operation | str | Callable[..., Any], cfg: Any) -> Iterator[None]:
-    """Use a config for every call of an operation made (or traced) inside the context.
+    """Use a config for every call of an operation made inside the context.
 
     `cfg` is a platform's `Config` (calls on other platforms are left alone) or a dict of its fields.
 
@@ -36,11 +44,24 @@ def use_config(operation: Operation | str | Callable[..., Any], cfg: Any) -> Ite
     """
     check_config(cfg)
     name = get_operation(operation).name
-    token = _OVERRIDES.set({**_OVERRIDES.get(), name: cfg})
+    kept = _Fields((key, _frozen(value)) for key, value in sorted(cfg.items())) if isinstance(cfg, dict) else cfg
     try:
+        hash(kept)
+    except TypeError as error:
+        raise TypeError(f"cfg={cfg!r} must have fields that can be hashed: {error}") from None
+    with changed(configs=tuple({**dict(settings().configs), name: kept}.items())):
         yield
-    finally:
-        _OVERRIDES.reset(token)
+
+
+@contextmanager
+def use_config_of(composite: Operation, operation: Operation) -> Iterator[None]:
+    """Within, a call of the operation has the configs given for the public function that makes it."""
+    given = dict(settings().configs)
+    if composite.name not in given:
+        yield
+        return
+    with changed(configs=tuple({**given, operation.name: given[composite.name]}.items())):
+        yield
 
 
 @lru_cache(maxsize=64)
@@ -116,8 +137,9 @@ UNGIVEN: Any = object()
 
 def _overrides(operation: Operation) -> list[Any]:
     """Those of `use_config` for an operation's own name, and for that whose configs it has."""
-    overrides = _OVERRIDES.get()
-    return [overrides[name] for name in (operation.name, operation.measured_as) if name in overrides]
+    given = dict(settings().configs)
+    kept = [given[name] for name in (operation.name, operation.measured_as) if name in given]
+    return [dict(cfg) if isinstance(cfg, _Fields) else cfg for cfg in kept]
 
 
 def overridden(operation: Operation) -> bool:

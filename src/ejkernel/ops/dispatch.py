@@ -1,17 +1,19 @@
 """run(): from a canonical call to the implementation that does it, and the reasons why others would not."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.ops import config as configs
 from ejkernel.ops.autodiff import default_rules, execute
-from ejkernel.ops.explanation import Explanation, answer, combined, explaining
+from ejkernel.ops.explanation import Explanation
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
-from ejkernel.ops.settings import implicitly, interpreting, is_deterministic, xla_is_deterministic
+from ejkernel.ops.recording import recorder
+from ejkernel.ops.settings import interpreting, is_deterministic, shards_implicitly, xla_is_deterministic
 from ejkernel.ops.sharding import Shards, likely_specs, run_sharded, typed_specs, varying_like
 from ejkernel.ops.target import Target, target_of
 from ejkernel.ops.tuning import tune
@@ -187,9 +189,17 @@ def _choose_from(
         return None, Explanation(operation.name, call.target, None, None, None, reason, refused)
     implementation = _implementation(operation, chosen, call)
     config, source = configs.choose_config(operation, implementation, chosen, call, cfg)
-    if source not in ("cfg=", "use_config") and active() and not explaining():
+    if source not in ("cfg=", "use_config") and active() and recorder() is None:
         config, source = tune(operation, implementation, chosen, call), "autotune"
-    plan = Plan(operation, implementation, config, call.spec, call.target, implicit=_implicit(call))
+    plan = Plan(
+        operation,
+        implementation,
+        config,
+        call.spec,
+        call.target,
+        implicit=_implicit(call),
+        deterministic=is_deterministic(),
+    )
     told = Explanation(operation.name, call.target, chosen, config, source, reason, refused)
     return plan, replace(told, remark=implementation.remark(call, config))
 
@@ -201,7 +211,7 @@ def _implicit(call: Call) -> bool:
     Inside a shard_map all is split already.
     """
     able = call.target.backend != "tpu" and not call.target.interpreted
-    return able and implicitly() and not jax.sharding.get_abstract_mesh().manual_axes
+    return able and shards_implicitly() and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _refuse(operation: Operation, explanation: Explanation, platform: str | None) -> NotImplementedError:
@@ -272,44 +282,55 @@ class LocalRun:
 
 def run_locally(operation: Operation, call: Call, platform: str | None, cfg: Any) -> Arrays:
     """Run a call whose target is known, on the arrays as they are."""
-    if explaining():
-        answer(choose(operation, call, platform, cfg)[1])
     # inside a shard_map: the gradient of what all devices share is the sum of theirs
-    return execute(plan(operation, call, platform, cfg), varying_like(call.arrays, call.arrays))
+    arrays = varying_like(call.arrays, call.arrays)
+    if recorder() is None:
+        return execute(plan(operation, call, platform, cfg), arrays)
+    chosen, explanation = choose(operation, call, platform, cfg)
+    return recorded(operation, call, explanation, None if chosen is None else chosen.no_gradient)
 
 
-class Steps:
-    """The calls of a public function that makes several, one after the other; explained, they are shown together.
+def recorded(operation: Operation, call: Call, explanation: Explanation, no_gradient: str | None = None) -> Arrays:
+    """The outputs of a call that `explain` notes in place of running it."""
+    open_recorder = recorder()
+    assert open_recorder is not None
+    implementation, target = operation.load("xla", "cpu"), Target("cpu", "cpu", "cpu")
+    with default_rules():
+        config = implementation.default_config(call.on(target))
+    plan = Plan(operation, implementation, config, call.spec, target, no_gradient=no_gradient)
+    return execute(open_recorder.record(plan, explanation, call), varying_like(call.arrays, call.arrays))
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Makes the calls of a public function that is made of several.
 
     Attributes:
-        name: the function's.
-        platform: for all of them.
+        operation: the function's.
+        platform: for all calls.
         cfg: for those that are said to take it.
         mesh: what they are compiled for.
     """
 
-    def __init__(self, name: str, platform: str | None = None, cfg: Any = None, mesh: Any = None):
-        self.name, self.platform, self.cfg, self.mesh = name, platform, cfg, mesh
-        self.explained: list[Explanation] = []
+    operation: Operation
+    platform: str | None = None
+    cfg: Any = None
+    mesh: Any = None
 
     def run(self, operation: Operation, call: Call, *, takes_cfg: bool = True) -> Arrays:
-        """The outputs of the next call; while explaining, zeros in their place."""
-        shards, cfg = Shards(self.mesh), self.cfg if takes_cfg else None
-        if not explaining():
-            return run(operation, call, platform=self.platform, cfg=cfg, shards=shards)
-        call = with_target(call, shards)
-        self.explained.append(choose(operation, call, self.platform, cfg)[1])
-        anywhere = plan(operation, call.on(Target("cpu", "cpu", "cpu")), "xla")
-        shapes = jax.eval_shape(lambda arrays: execute(anywhere, arrays), call.arrays)
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+        """The outputs of the next call."""
+        cfg = self.cfg if takes_cfg else None
+        with self._recorded(), configs.use_config_of(self.operation, operation) if takes_cfg else nullcontext():
+            return run(operation, call, platform=self.platform, cfg=cfg, shards=Shards(self.mesh))
 
-    def done(self) -> None:
-        """Answers `explain`, after the last call."""
-        if explaining():
-            answer(combined(self.name, self.explained))
+    def _recorded(self) -> AbstractContextManager[None]:
+        open_recorder = recorder()
+        return nullcontext() if open_recorder is None else open_recorder.inside(self.operation.name)
 
 
-def say_it_has_no_kernel(name: str, arrays: Arrays, why: str) -> None:
-    """For `explain`: a public function that is plain XLA on every device."""
-    if explaining():
-        answer(Explanation(name, target_of(arrays.values()), "xla", None, None, why, {}))
+def run_plain(operation: Operation, call: Call, function: Callable[[Arrays], Arrays], why: str) -> Arrays:
+    """A call of a public function that is plain JAX on every device, and says why."""
+    if recorder() is None:
+        return function(call.arrays)
+    target = target_of(call.arrays.values())
+    return recorded(operation, call, Explanation(operation.name, target, "xla", None, None, why, {}))

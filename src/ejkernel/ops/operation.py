@@ -159,6 +159,8 @@ class Operation:
         example: arrays like those of a call whose values are unknown, for tuning: a full one, with legal indices.
         probes: one small call per feature, for the generated support table.
         no_gradient: of an operation none of whose arrays has one, what to do instead.
+        made_of: of a public function that makes several calls, the operations that its `cfg` is for. It has no
+            implementation of its own.
         configs_of: of an operation made of another's calls, the name of that one: what is measured of it is kept and
             found under that name, and a `use_config` for that one is for these calls too, after one for their own name.
     """
@@ -173,6 +175,7 @@ class Operation:
     example: Callable[[Call], Arrays] = random_arrays
     probes: Callable[[], dict[str, Call]] = _no_probes
     no_gradient: str = "it has no gradient"
+    made_of: tuple[str, ...] = ()
     configs_of: str | None = None
 
     @property
@@ -201,7 +204,8 @@ class Plan:
     """Everything static about one execution: hashable, so that it can key traces.
 
     `gradient` is the plan of the backward, where that is another platform's; `no_gradient` says why there is none.
-    `implicit` says that a plain jit may split it over devices.
+    `implicit` says that a plain jit may split it over devices, `deterministic` that its gradient must repeat to the
+    bit. `recorded` is the number of the call that it stands in for, while `explain` is open.
     """
 
     operation: Operation
@@ -212,6 +216,8 @@ class Plan:
     gradient: "Plan | None" = None
     no_gradient: str | None = None
     implicit: bool = False
+    deterministic: bool = False
+    recorded: int | None = None
 
     def call(self, arrays: Arrays) -> Call:
         return Call(self.spec, arrays, self.target)

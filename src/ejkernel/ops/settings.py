@@ -1,18 +1,89 @@
-"""Settings of a stretch of a program: interpreters, gradients that repeat to the bit, and who splits over devices."""
+"""Settings of a stretch of a program: interpreters, reproducible gradients, configs, the device, tuning, recording.
+
+All of them are one value of a context that JAX's caches know (`jax.make_user_context`): a function that was traced
+under other settings is traced again.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
 
-_INTERPRETING: ContextVar[bool] = ContextVar("ejkernel_interpreting", default=False)
-_IMPLICIT: ContextVar[bool | None] = ContextVar("ejkernel_implicit_sharding", default=None)
-_DETERMINISTIC: ContextVar[bool | None] = ContextVar("ejkernel_deterministic", default=None)
+import jax
+
+
+# compared by identity, which is fast: `_interned` gives equal settings as one object
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What the context managers of this package have set.
+
+    Attributes:
+        interpret: whether kernels of absent hardware run in their interpreters.
+        deterministic: whether gradients must repeat to the bit; None where nobody said.
+        implicit_sharding: whether a plain jit is told how calls split; None where nobody said.
+        configs: the `use_config`s, by operation.
+        device: the `Target` that calls are planned for, wherever they are made.
+        tuning: the open `autotune()`.
+        recorder: the open `explain()`.
+    """
+
+    interpret: bool = False
+    deterministic: bool | None = None
+    implicit_sharding: bool | None = None
+    configs: tuple[tuple[str, Any], ...] = ()
+    device: Any = None
+    tuning: Any = None
+    recorder: Any = None
+
+
+_DEFAULT = Settings()
+_CONTEXT = jax.make_user_context(None)
+# how often `autotune` found new winners: programs that were traced before know none of them
+_TUNINGS = jax.make_user_context(0)
+
+
+def settings() -> Settings:
+    """The settings here and now, in this thread."""
+    return _CONTEXT.value or _DEFAULT
+
+
+@lru_cache(maxsize=256)
+def _interned(*values: Any) -> Settings:
+    return Settings(*values)
+
+
+@contextmanager
+def changed(**values: Any) -> Iterator[None]:
+    """Within, these settings have other values."""
+    new = replace(settings(), **values)
+    # an open `autotune` or `explain` is of one stretch alone: kept in a cache it would outlive that
+    if new.tuning is None and new.recorder is None:
+        new = _interned(*(getattr(new, field.name) for field in fields(new)))
+    with _CONTEXT(new):
+        yield
+
+
+def with_these_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the settings of this thread, for another one to call."""
+    given = settings()
+
+    def called(*args: Any) -> Any:
+        with _CONTEXT(given):
+            return function(*args)
+
+    return called
+
+
+def forget_traced_configs() -> None:
+    """Have every program traced again when it is next called, in all threads: there are new tuned configs."""
+    _TUNINGS.set_global(_TUNINGS.get_global() + 1)
 
 
 @contextmanager
 def interpret() -> Iterator[None]:
-    """Run GPU and TPU kernels in their interpreters on the CPU, for calls made (or traced) inside.
+    """Run GPU and TPU kernels in their interpreters on the CPU, for calls made inside.
 
     `platform="triton"` runs in Triton's interpreter, `platform="pallas"` in Pallas's TPU interpreter.
 
@@ -23,25 +94,23 @@ def interpret() -> Iterator[None]:
     ...     mean_pooling(jnp.ones((1, 8, 1, 4)), chunk_size=4, platform="triton").shape
     (1, 2, 1, 4)
     """
-    token = _INTERPRETING.set(True)
-    try:
+    with changed(interpret=True):
         yield
-    finally:
-        _INTERPRETING.reset(token)
 
 
 def interpreting() -> bool:
     """Whether `interpret()` is active."""
-    return _INTERPRETING.get()
+    return settings().interpret
 
 
 @contextmanager
 def deterministic(on: bool = True) -> Iterator[None]:
-    """Take only kernels that give the same bits every run, for calls made (or traced) inside.
+    """Take only kernels that give the same bits every run, for calls made inside.
 
     Every forward does, and every backward but some of NVIDIA's, which add gradients in any order and are faster for it.
     Those are allowed unless this is on, `EJKERNEL_DETERMINISTIC=1`, or XLA was started with
     `--xla_gpu_deterministic_ops`; `deterministic(False)` allows them within. `ejkernel.explain` says what runs.
+    A gradient follows its forward: what was called inside stays deterministic where it is differentiated later.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.modules import flash_attention
@@ -50,11 +119,8 @@ def deterministic(on: bool = True) -> Iterator[None]:
     ...     flash_attention(*[jnp.ones((1, 16, 2, 8))] * 3).shape
     (1, 16, 2, 8)
     """
-    token = _DETERMINISTIC.set(on)
-    try:
+    with changed(deterministic=on):
         yield
-    finally:
-        _DETERMINISTIC.reset(token)
 
 
 def xla_is_deterministic() -> bool:
@@ -67,7 +133,7 @@ def xla_is_deterministic() -> bool:
 
 def is_deterministic() -> bool:
     """Whether only gradients that repeat to the bit are wanted."""
-    asked = _DETERMINISTIC.get()
+    asked = settings().deterministic
     if asked is not None:
         return asked
     return os.environ.get("EJKERNEL_DETERMINISTIC", "0") not in ("", "0") or xla_is_deterministic()
@@ -88,14 +154,11 @@ def implicit_sharding(on: bool = True) -> Iterator[None]:
     ...     flash_attention(*[jnp.ones((1, 16, 2, 8))] * 3).shape
     (1, 16, 2, 8)
     """
-    token = _IMPLICIT.set(on)
-    try:
+    with changed(implicit_sharding=on):
         yield
-    finally:
-        _IMPLICIT.reset(token)
 
 
-def implicitly() -> bool:
+def shards_implicitly() -> bool:
     """Whether a plain jit is told how calls split."""
-    asked = _IMPLICIT.get()
+    asked = settings().implicit_sharding
     return os.environ.get("EJKERNEL_IMPLICIT_SHARDING", "1") not in ("", "0") if asked is None else asked

@@ -1,9 +1,7 @@
 """Which device a call is for: the given mesh, the ambient mesh, the arrays, then the default device."""
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +9,7 @@ import jax
 from jax import core as jax_core
 
 from ejkernel.checks.names import unknown
+from ejkernel.ops.settings import settings
 
 Device = Any  # jax.Device is an alias that type checkers do not know
 
@@ -55,8 +54,6 @@ NAMED = {
     "v6e": Target("tpu", "tpu_v6_lite", "tpu"),
 }
 
-_ASSUMED: ContextVar[Target | None] = ContextVar("ejkernel_assumed_target", default=None)
-
 
 def named_target(name: str) -> Target:
     """The device of that name, which need not be here.
@@ -67,16 +64,6 @@ def named_target(name: str) -> Target:
     if name.lower() not in NAMED:
         raise ValueError(unknown("device", name, NAMED))
     return NAMED[name.lower()]
-
-
-@contextmanager
-def assumed(target: Target | None) -> Iterator[None]:
-    """Within, calls are planned for that device, wherever they are made; None leaves it to them."""
-    token = _ASSUMED.set(target)
-    try:
-        yield
-    finally:
-        _ASSUMED.reset(token)
 
 
 def describe_device(device: Device) -> Target:
@@ -108,7 +95,7 @@ def _ambient_mesh_device() -> Device | None:
 
 def target_of(arrays: Iterable[object], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Target:
     """The device a call on `arrays` is for."""
-    if (given := _ASSUMED.get()) is not None:
+    if (given := settings().device) is not None:
         return given
     if mesh is not None and isinstance(mesh, jax.sharding.Mesh):
         return describe_device(mesh.devices.flat[0])

@@ -13,6 +13,7 @@ from jax import core as jax_core
 from ejkernel.ops.autodiff import execute
 from ejkernel.ops.config import UNGIVEN, USERS, choose_config
 from ejkernel.ops.operation import Arrays, Call, Operation, Plan
+from ejkernel.ops.settings import forget_traced_configs
 from ejkernel.ops.tuned_files import TunedConfigs, keep, user_file
 from ejkernel.ops.tuning_session import Session, opened, paused, session
 
@@ -51,8 +52,9 @@ class Tuned:
 def autotune(*, save: bool = True, progress: bool = True, again: bool = True) -> Iterator[list[Tuned]]:
     """Measure the search space of every operation called inside, on the shapes of the call, and keep the winner.
 
-    The winner is used at once and, with `save`, written to the user's tuned file for later runs;
-    where that cannot be written, a warning says so and the winner serves this process. Without `again`, what that file
+    The winner is used at once and, with `save`, written to the user's tuned file for later runs, and for programs of
+    this one that were traced before: they are traced again. Where the file cannot be written, a warning says so and
+    the winner serves this process. Without `again`, what that file
     has is used as it is. The list that `as` names grows by what was measured.
     Of a call that is split over devices, a device's part is measured, on one of them.
     Inside jit the arrays' values are unknown, so an example of the operation in the same shapes is measured.
@@ -66,8 +68,12 @@ def autotune(*, save: bool = True, progress: bool = True, again: bool = True) ->
     (1, 64, 2, 16)
     """
     new = Session(save, progress, again)
-    with opened(new):
-        yield new.found
+    try:
+        with opened(new):
+            yield new.found
+    finally:
+        if new.found and save:
+            forget_traced_configs()
 
 
 def _concrete(operation: Operation, call: Call) -> Arrays:

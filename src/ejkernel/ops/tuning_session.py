@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ejkernel.ops.settings import changed, settings
 
-@dataclass
+
+@dataclass(eq=False)
 class Session:
     """What `autotune()` was told, and what has been measured since.
 
@@ -26,21 +27,15 @@ class Session:
     done: dict[tuple[str, str, str], Any] = field(default_factory=dict)
 
 
-_SESSION: ContextVar[Session | None] = ContextVar("ejkernel_autotune", default=None)
-
-
 @contextmanager
 def opened(new: Session | None) -> Iterator[None]:
     """Within, that one is open."""
-    token = _SESSION.set(new)
-    try:
+    with changed(tuning=new):
         yield
-    finally:
-        _SESSION.reset(token)
 
 
 def session() -> Session | None:
-    return _SESSION.get()
+    return settings().tuning
 
 
 def paused() -> AbstractContextManager[None]:

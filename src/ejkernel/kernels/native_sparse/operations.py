@@ -11,7 +11,7 @@ from ejkernel.kernels.common.sizes import power_of_two, rounded_sizes
 from ejkernel.kernels.native_sparse import selection
 from ejkernel.kernels.native_sparse.block_table import block_table
 from ejkernel.kernels.native_sparse.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
-from ejkernel.ops import Call, Operation, Splits
+from ejkernel.ops import Call, Dims, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
 
 
@@ -160,4 +160,28 @@ SELECT_BLOCKS = Operation(
     no_gradient="which blocks are selected is not differentiable; the compressed branch trains what selects them",
 )
 
-OPERATIONS = (SELECTED_ATTENTION, SELECT_BLOCKS)
+NATIVE_SPARSE_ATTENTION = Operation(
+    name="native_sparse_attention",
+    arrays={
+        "query": Dims("B T H D", grad=True, broadcasts=False),
+        "key": Dims("B S Hkv D", grad=True, broadcasts=False),
+        "value": Dims("B S Hkv Dv", grad=True, broadcasts=False),
+        "g_cmp": Dims("B T H", grad=True),
+        "g_slc": Dims("B T H", grad=True),
+        "g_swa": Dims("B T H", grad=True),
+        "block_indices": Dims("B T Hkv K"),
+        "block_counts": Dims("B T Hkv"),
+        "compressed_key": Dims("B N Hkv D", grad=True),
+        "compressed_value": Dims("B N Hkv Dv", grad=True),
+        "cu_seqlens": Dims("B N+1"),
+        "kv_lengths": Dims("B"),
+    },
+    outputs={"out": "B T H Dv"},
+    implementations={},
+    preference={},
+    bucket=lambda call: "",
+    splits=SPLITS,
+    made_of=("selected_attention",),
+)
+
+OPERATIONS = (NATIVE_SPARSE_ATTENTION, SELECTED_ATTENTION, SELECT_BLOCKS)

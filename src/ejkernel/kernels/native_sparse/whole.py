@@ -22,32 +22,16 @@ from ejkernel.kernels.native_sparse.block_table import (
     check_lengths,
     existing_blocks,
 )
-from ejkernel.kernels.native_sparse.operations import SELECT_BLOCKS, SELECTED_ATTENTION, SPLITS
+from ejkernel.kernels.native_sparse.operations import NATIVE_SPARSE_ATTENTION, SELECT_BLOCKS, SELECTED_ATTENTION
 from ejkernel.kernels.native_sparse.selection import selection_call
 from ejkernel.kernels.pooling import spec as pooling
 from ejkernel.kernels.pooling.operations import MEAN_POOLING
 from ejkernel.kernels.softmax import spec as softmax
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
-from ejkernel.ops import Call, Dims, Operation, Shards, Steps
+from ejkernel.ops import Call, Composite, Shards
 from ejkernel.ops.autodiff import default_rules
-from ejkernel.ops.explanation import explaining
 from ejkernel.ops.sharding import run_sharded
 from ejkernel.types import MaskInfo
-
-ARRAYS = {
-    "query": Dims("B T H D", grad=True, broadcasts=False),
-    "key": Dims("B S Hkv D", grad=True, broadcasts=False),
-    "value": Dims("B S Hkv Dv", grad=True, broadcasts=False),
-    "g_cmp": Dims("B T H", grad=True),
-    "g_slc": Dims("B T H", grad=True),
-    "g_swa": Dims("B T H", grad=True),
-    "block_indices": Dims("B T Hkv K"),
-    "block_counts": Dims("B T Hkv"),
-    "compressed_key": Dims("B N Hkv D", grad=True),
-    "compressed_value": Dims("B N Hkv Dv", grad=True),
-    "cu_seqlens": Dims("B N+1"),
-    "kv_lengths": Dims("B"),
-}
 
 # selected for a query, where nothing is said
 BLOCKS = 16
@@ -179,47 +163,37 @@ def _most_blocks(counts: Any, rows: int) -> int:
     return rows if values is None or not values.size else int(min(rows, max(1, values.max())))
 
 
-NATIVE_SPARSE_ATTENTION = Operation(
-    name="native_sparse_attention",
-    arrays=ARRAYS,
-    outputs={"out": "B T H Dv"},
-    implementations={},
-    preference={},
-    bucket=lambda call: "",
-    splits=SPLITS,
-)
-"""What of a whole call may be split over devices; it is made of other operations, and has no implementation."""
-
-
-def run_whole(call: Call, steps: Steps, shards: Shards) -> jax.Array:
+def run_whole(call: Call, composite: Composite, shards: Shards) -> jax.Array:
     """out (B, T, H, Dv), on every device's part of the call where the caller says how to split it."""
-    if shards.in_specs is None or explaining():
-        return branches(call, steps)["out"]
-    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, lambda local: branches(local, steps))["out"]
+    if shards.in_specs is None:
+        return branches(call, composite)["out"]
+    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, lambda local: branches(local, composite))["out"]
 
 
-def branches(call: Call, steps: Steps) -> dict[str, jax.Array]:
+def branches(call: Call, composite: Composite) -> dict[str, jax.Array]:
     """out (B, T, H, Dv): the sum of the branches whose gates there are."""
     table = block_table_of(call)
     selects = "block_indices" in call or "g_slc" in call
-    if steps.cfg is not None and not selects:
-        raise ValueError(f"cfg={steps.cfg!r} is of the selected branch, and there is none: give g_slc or block_indices")
+    if composite.cfg is not None and not selects:
+        raise ValueError(
+            f"cfg={composite.cfg!r} is of the selected branch, and there is none: give g_slc or block_indices"
+        )
     # a config is of kernels that attending to every block as causal attention would not run
-    every_block = _selects_every_block(call) and steps.cfg is None
+    every_block = _selects_every_block(call) and composite.cfg is None
     gated: list[tuple[Any, jax.Array]] = []
     lse = None
     if "g_cmp" in call or (selects and "block_indices" not in call and not every_block):
-        call = _with_compressed(call, steps)
-        compressed = steps.run(FLASH_ATTENTION, _compressed_call(call, table), takes_cfg=False)
+        call = _with_compressed(call, composite)
+        compressed = composite.run(FLASH_ATTENTION, _compressed_call(call, table), takes_cfg=False)
         lse = compressed["lse"]
         gated += [(call["g_cmp"], compressed["out"])] if "g_cmp" in call else []
     if selects and every_block:
-        gated.append((call["g_slc"], steps.run(FLASH_ATTENTION, _dense_call(call, table), takes_cfg=False)["out"]))
+        gated.append((call["g_slc"], composite.run(FLASH_ATTENTION, _dense_call(call, table), takes_cfg=False)["out"]))
     elif selects:
-        gated.append((call.get("g_slc"), _selected_branch(call, table, lse, steps)))
+        gated.append((call.get("g_slc"), _selected_branch(call, table, lse, composite)))
     if "g_swa" in call:
         window = _dense_call(call, table, sliding_window=(call.spec.window - 1, 0))
-        gated.append((call["g_swa"], steps.run(FLASH_ATTENTION, window, takes_cfg=False)["out"]))
+        gated.append((call["g_swa"], composite.run(FLASH_ATTENTION, window, takes_cfg=False)["out"]))
     padding = table.limits == 0 if "cu_seqlens" in call or "kv_lengths" in call else None
     return {"out": _gated(gated, padding, call["query"].dtype)}
 
@@ -251,7 +225,7 @@ def _weighed(gated: list[tuple[Any, jax.Array]], padding: jax.Array | None) -> j
     return sum(terms[1:], terms[0])
 
 
-def _with_compressed(call: Call, steps: Steps) -> Call:
+def _with_compressed(call: Call, composite: Composite) -> Call:
     """The call with compressed keys and values: the means of the blocks, where none are given."""
     if "compressed_key" in call:
         return call
@@ -259,7 +233,7 @@ def _with_compressed(call: Call, steps: Steps) -> Call:
     ends = {name: call[name] for name in ("cu_seqlens",) if name in call}
     for name in ("key", "value"):
         pooled = Call(pooling.Spec(spec.block_size, spec.rows), {"x": call[name], **ends})
-        arrays[f"compressed_{name}"] = steps.run(MEAN_POOLING, pooled, takes_cfg=False)["out"]
+        arrays[f"compressed_{name}"] = composite.run(MEAN_POOLING, pooled, takes_cfg=False)["out"]
     return Call(spec, arrays, call.target)
 
 
@@ -297,15 +271,15 @@ def _dense_call(call: Call, table: BlockTable, **options: Any) -> Call:
     return softmax.canonicalise(*tokens, causal=True, softmax_scale=call.spec.scale, **options)
 
 
-def _selected_branch(call: Call, table: BlockTable, lse: Any, steps: Steps) -> jax.Array:
+def _selected_branch(call: Call, table: BlockTable, lse: Any, composite: Composite) -> jax.Array:
     """Attention to the blocks given, or to those that the compressed keys say."""
     indices = call.get("block_indices")
     if indices is None:
-        indices = steps.run(SELECT_BLOCKS, _selection(call, table, lse), takes_cfg=False)["indices"]
+        indices = composite.run(SELECT_BLOCKS, _selection(call, table, lse), takes_cfg=False)["indices"]
     arrays = {name: call[name] for name in ("query", "key", "value")}
     arrays |= {"starts": table.starts, "limits": table.limits}
     arrays["indices"] = selected.table_rows(indices, call.get("block_counts", call.spec.count), table)
-    return steps.run(SELECTED_ATTENTION, Call(selected.Spec(call.spec.scale, call.spec.block_size), arrays))["out"]
+    return composite.run(SELECTED_ATTENTION, Call(selected.Spec(call.spec.scale, call.spec.block_size), arrays))["out"]
 
 
 def selecting_call(
@@ -340,11 +314,11 @@ def selecting_call(
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
 
 
-def run_selection(call: Call, steps: Steps) -> jax.Array:
+def run_selection(call: Call, composite: Composite) -> jax.Array:
     """The blocks (B, T, Hkv, count) that a whole call would select."""
     table = block_table_of(call)
-    lse = steps.run(FLASH_ATTENTION, _compressed_call(call, table), takes_cfg=False)["lse"]
-    return steps.run(SELECT_BLOCKS, _selection(call, table, lse))["indices"]
+    lse = composite.run(FLASH_ATTENTION, _compressed_call(call, table), takes_cfg=False)["lse"]
+    return composite.run(SELECT_BLOCKS, _selection(call, table, lse))["indices"]
 
 
 def _selection(call: Call, table: BlockTable, lse: jax.Array) -> Call:

@@ -1,5 +1,6 @@
 """The operations built on the paged family, and where their implementations live."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,12 @@ DECODE_ATTENTION = _family(name="decode_attention", arrays=BY_SEQUENCE, outputs=
 RAGGED_DECODE_ATTENTION = _family(
     name="ragged_decode_attention", arrays=CONTIGUOUS, outputs=OUTPUTS_BY_SEQUENCE, splits=_BY_LENGTH
 )
+CASCADE_ATTENTION = replace(
+    PAGE_ATTENTION,
+    name="cascade_attention",
+    implementations={},
+    made_of=(PREFILL_PAGE_ATTENTION.name, PAGE_ATTENTION.name),
+)
 
 OPERATIONS = (
     PAGE_ATTENTION,
@@ -158,6 +165,7 @@ OPERATIONS = (
     PREFILL_PAGE_ATTENTION,
     DECODE_ATTENTION,
     RAGGED_DECODE_ATTENTION,
+    CASCADE_ATTENTION,
 )
 
 

@@ -17,10 +17,10 @@ from ejkernel.kernels.ring.walk import indices_decide, meets_in_halves
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Shards
 from ejkernel.ops import run as run_operation
-from ejkernel.ops.dispatch import LocalRun, with_target
+from ejkernel.ops.dispatch import LocalRun, recorded, with_target
 from ejkernel.ops.dispatch import choose as choose_platform
-from ejkernel.ops.explanation import answer, explaining
 from ejkernel.ops.operation import Arrays
+from ejkernel.ops.recording import recorder
 from ejkernel.ops.sharding import axes_of, likely_axes, mesh_of, parts, typed_specs
 
 Axes = tuple[str, ...]
@@ -39,8 +39,8 @@ def attend(
         return _inside(arrays, axes, devices, shards, platform, cfg, options)
     call = canonicalise(*arrays, **options)
     split = _shards(call, axes, folded_shards(arrays[0].shape, *shards), axis_name)
-    if explaining():
-        answer(_explanation(with_target(call, split), axes, split, platform, cfg))
+    if recorder() is not None:
+        return call, _recorded(call, _explanation(with_target(call, split), axes, split, platform, cfg))
     return call, run_operation(RING_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
 
 
@@ -59,9 +59,15 @@ def _inside(arrays: Any, axes: Axes, devices: int, shards: Any, platform: Any, c
             f"mesh, in_specs and out_specs say nothing inside a shard_map, which splits over {axes} already"
         )
     call = with_target(canonicalise(*arrays, devices=devices, **options))
-    if explaining():
-        answer(_explained(call, tuple(lax.axis_size(axis) for axis in axes), axes, platform, cfg))
+    if recorder() is not None:
+        sizes = tuple(lax.axis_size(axis) for axis in axes)
+        return call, _recorded(call, _explained(call, sizes, axes, platform, cfg))
     return call, along_length(call, axes, LocalRun(RING_ATTENTION, platform, cfg))
+
+
+def _recorded(call: Call, explanation: Any) -> Arrays:
+    """As one call: what it makes of passes on the way is in its explanation."""
+    return recorded(HOP, Call(call.spec.softmax, call.arrays, call.target), explanation)
 
 
 def _shards(call: Call, axes: Axes, given: Shards, axis_name: Any) -> Shards:

@@ -11,14 +11,11 @@ from jax import core as jax_core
 from ejkernel.checks.arrays import FLOATS, number_array
 from ejkernel.checks.options import flag, int_pair
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
-from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
+from ejkernel.kernels.softmax.operations import DOT_PRODUCT_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Call, run
 from ejkernel.ops.target import target_of
 from ejkernel.types import MaskInfo
-
-# flash_attention's kernels and configs, and its own name in errors and explanations
-_DOT_PRODUCT_ATTENTION = replace(FLASH_ATTENTION, name="dot_product_attention", configs_of=FLASH_ATTENTION.name)
 
 # of jax.nn's names
 PLATFORMS = {None: None, "xla": "xla", "cudnn": "cudnn"}
@@ -67,7 +64,7 @@ def dot_product(
     return_residual = flag("return_residual", arguments.return_residual)
     call = dot_product_call(arguments, dropout, dtype, precision)
     try:
-        outputs = run(_DOT_PRODUCT_ATTENTION, call, platform=platform, cfg=cfg)
+        outputs = run(DOT_PRODUCT_ATTENTION, call, platform=platform, cfg=cfg)
     except NotImplementedError:
         ours = call.spec.dropout or any(option is not None for option in (dtype, precision, cfg))
         if implementation != "cudnn" or ours or target_of(call.arrays.values()).backend != "gpu":

@@ -1,5 +1,6 @@
 """The operations built on the softmax family, and where their implementations live."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -139,4 +140,21 @@ SCALED_DOT_PRODUCT_ATTENTION = _family(
     preference=PREFERENCE,
 )
 
-OPERATIONS = (FLASH_ATTENTION, BLOCKSPARSE_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION)
+# flash_attention's kernels and configs, and its own name in errors and explanations
+DOT_PRODUCT_ATTENTION = replace(FLASH_ATTENTION, name="dot_product_attention", configs_of=FLASH_ATTENTION.name)
+
+ATTENTION = _family(
+    name="attention",
+    outputs={"out": "B T H Dv", "weights": "B H T S"},
+    implementations={"xla": "ejkernel.kernels.softmax.weights"},
+    preference={},
+    probes=dict,
+)
+
+OPERATIONS = (
+    FLASH_ATTENTION,
+    BLOCKSPARSE_ATTENTION,
+    SCALED_DOT_PRODUCT_ATTENTION,
+    DOT_PRODUCT_ATTENTION,
+    ATTENTION,
+)
