@@ -33,7 +33,8 @@ from benchmarks.softmax.cases import Case
 from ejkernel.cli.workers import TOO_LATE, Lost, spread
 from ejkernel.modules import flash_attention, page_attention
 from ejkernel.ops import TunedConfigs, explain, interpret
-from ejkernel.ops.target import assumed, named_target
+from ejkernel.ops.settings import changed
+from ejkernel.ops.target import named_target
 from ejkernel.ops.tuned_files import user_file
 from process_tasks import die, halves, sleep
 
@@ -472,7 +473,7 @@ def test_times_of_one_head_dim_are_not_those_of_another():
 def test_times_are_kept_where_a_call_on_the_device_looks_for_them():
     """A GPU keeps lengths that are no multiple of eight apart."""
     case = next(case for case in BENCHMARK.cases("gpu", False) if case.T == 197)
-    with assumed(named_target("h200")):
+    with changed(device=named_target("h200")):
         bucket = bucket_of(SOFTMAX, "flash_attention", case)
     told = explain(lambda arrays: flash_attention(**case.arguments(arrays)), case.structs(), device="h200")
     assert f"measured for {bucket}:" in told.reason

@@ -5,7 +5,8 @@ outputs that compute nothing, and whose names say which call they stand for. So 
 the calls stand: in loops, in branches, in gradients.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from ejkernel.ops.explanation import Explanation, combined
-from ejkernel.ops.operation import Arrays, Call, Plan
+from ejkernel.ops.operation import Arrays, Call, Operation, Plan
 from ejkernel.ops.settings import changed, settings
 from ejkernel.ops.sharding import varying_like
 from ejkernel.ops.target import named_target
@@ -32,19 +33,26 @@ class Recorder:
 
     Attributes:
         explanations: of every call so far.
-        names: of the arrays of each.
+        operations: of each, in whose order the arrays are shown.
+        names: of the arrays of each, as a program has them.
         part_of: the public function of several calls that is being traced.
     """
 
     explanations: list[Explanation] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     names: list[tuple[str, ...]] = field(default_factory=list)
     part_of: str = ""
 
     def record(self, plan: Plan, explanation: Explanation, call: Call) -> Plan:
         """The plan that stands in for a call's."""
         self.explanations.append(replace(explanation, part_of=self.part_of))
+        self.operations.append(plan.operation)
         self.names.append(tuple(sorted(call.arrays)))
         return replace(plan, gradient=None, implicit=False, recorded=len(self.explanations) - 1)
+
+    def order(self, number: int) -> list[str]:
+        """The arrays of a call as its operation lists them."""
+        return [name for name in self.operations[number].arrays if name in self.names[number]]
 
     @contextmanager
     def inside(self, function: str) -> Iterator[None]:
@@ -75,9 +83,7 @@ def stand_in_forward(plan: Plan) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
 
     def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
         shapes = tuple((name, x.shape, x.dtype) for name, x in sorted(arrays.items()))
-        outputs = _output_shapes(replace(plan, recorded=None), shapes)
-        zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
-        return _named(plan, FORWARD, zeros)(arrays), {}
+        return _stand_in(plan, FORWARD, _output_shapes(replace(plan, recorded=None), shapes))(arrays), {}
 
     return forward
 
@@ -87,16 +93,17 @@ def stand_in_backward(plan: Plan) -> Callable[[Arrays, Arrays, Arrays], Arrays]:
 
     def backward(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         trained = [name for name, dims in plan.operation.arrays.items() if dims.grad and name in arrays]
-        zeros = {name: jnp.zeros_like(arrays[name]) for name in trained}
-        return _named(plan, BACKWARD, zeros)(arrays, cotangents)
+        return _stand_in(plan, BACKWARD, {name: arrays[name] for name in trained})(arrays, cotangents)
 
     return backward
 
 
-def _named(plan: Plan, which: str, zeros: Arrays) -> Callable[..., Arrays]:
-    """A function of any arrays with these results, which a program shows under the name of the call."""
+def _stand_in(plan: Plan, which: str, results: Mapping[str, Any]) -> Callable[..., Arrays]:
+    """A function of any arrays with results of these shapes, which a program shows under the name of the call."""
+    shapes = {name: (x.shape, x.dtype) for name, x in results.items()}
 
     def stand_in(*arrays: Arrays) -> Arrays:
+        zeros = {name: jnp.zeros(*shape) for name, shape in shapes.items()}
         # results depend on arguments: JAX must not take the call for a constant
         return lax.optimization_barrier((varying_like(zeros, arrays), arrays))[0]
 
@@ -113,6 +120,11 @@ class _Occurrences:
     conditions: dict[str, None] = field(default_factory=dict)
 
 
+def _short(x: Any) -> str:
+    """Dtype and shape in few characters."""
+    return re.sub(r"^(b?f)loat|^(u?i)nt", lambda found: found[1] or found[2], x.str_short())
+
+
 def _occurrences(recorder: Recorder, program: Any) -> dict[int, _Occurrences]:
     """Of each call that stands in a program, in order."""
     found: dict[int, _Occurrences] = {}
@@ -126,8 +138,9 @@ def _occurrences(recorder: Recorder, program: Any) -> dict[int, _Occurrences]:
                 seen = found.setdefault(int(number), _Occurrences())
                 seen.times[which] += times
                 seen.conditions |= dict.fromkeys(conditions)
-                if not seen.arrays:  # of a backward cotangents follow
-                    seen.arrays = {n: x.aval.str_short() for n, x in zip(names, equation.invars, strict=False)}
+                # behind the arrays of a backward are cotangents
+                shapes = {n: _short(x.aval) for n, x in zip(names, equation.invars, strict=False)}
+                seen.arrays = seen.arrays or {n: shapes[n] for n in recorder.order(int(number))}
                 continue
             kind = equation.primitive.name
             inner = times * equation.params["length"] if kind == "scan" else times
