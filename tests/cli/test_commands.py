@@ -312,6 +312,9 @@ def test_explain_on_a_cpu_says_why_the_others_do_not_run(operation):
     result = run("explain", operation)
     assert result.exit_code == 0, result.output
     assert "xla" in result.output
+    if made_of := get_operation(operation).made_of:
+        assert all(f"{operation} > {name}" in result.output for name in made_of)
+        return
     has = get_operation(operation).implementations
     others = [platform for platform in PLATFORMS if platform != "xla"]
     assert result.output.count("needs an NVIDIA GPU") == sum(platform in has for platform in others)

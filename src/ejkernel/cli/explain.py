@@ -10,6 +10,7 @@ from ejkernel.cli import screen
 from ejkernel.cli.arguments import Device, ForcedPlatform, OperationName
 from ejkernel.cli.families import family_of
 from ejkernel.cli.sizes import described
+from ejkernel.ops.explanation import table_rows
 from ejkernel.ops.platforms import PLATFORMS
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def explain(
 
     try:
         arguments = described(operation, sizes)
-        answer = ask(family_of(operation).function(operation), **arguments, platform=platform, device=device)
+        forced = {} if platform is None else {"platform": platform}
+        answer = ask(family_of(operation).function(operation), **arguments, **forced, device=device)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
     _print(screen.console(), answer, platform)
@@ -44,11 +46,15 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
     else:
         chosen = f"[green]{answer.platform}[/] ({answer.reason})"
         console.print(f"[bold]{answer.operation}[/] on {answer.target.kind}: {chosen}")
-        for call in answer.calls or (answer,):
-            name = f"{call.operation}, {call.platform}: " if answer.calls else ""
-            console.print(f"{name}config: {call.config} (from {call.config_source})", markup=False)
-            if call.remark:
-                console.print(call.remark, markup=False)
+        if answer.calls:
+            calls = screen.table("call", "arrays", "forward", "backward")
+            for row in table_rows(answer.calls):
+                calls.add_row(*map(escape, row))
+            console.print(calls)
+        elif answer.config is not None:
+            console.print(f"config: {answer.config} (from {answer.config_source})", markup=False)
+        if answer.remark:
+            console.print(answer.remark, markup=False)
         if (other := answer.gradient) is not None:
             console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
             console.print(f"config: {other.config} (from {other.config_source})", markup=False)

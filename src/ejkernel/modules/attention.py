@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel.kernels.common.batch import unfolded
+from ejkernel.kernels.softmax.operations import ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise, initial_bias
 from ejkernel.kernels.softmax.weights import with_weights
 from ejkernel.types import MaskInfo
@@ -78,5 +79,5 @@ def attention(
         logits_dtype=softmax_dtype,
         names={"dropout_seed": "dropout_rng", "logits_dtype": "softmax_dtype"},
     )
-    out, weights = with_weights(call, dtype)
+    out, weights = with_weights(ATTENTION, call, dtype)
     return unfolded(out, query.shape[:-3]), unfolded(weights, query.shape[:-3])

@@ -332,5 +332,6 @@ def run_plain(operation: Operation, call: Call, function: Callable[[Arrays], Arr
     """A call of a public function that is plain JAX on every device, and says why."""
     if recorder() is None:
         return function(call.arrays)
-    target = target_of(call.arrays.values())
-    return recorded(operation, call, Explanation(operation.name, target, "xla", None, None, why, {}))
+    call = with_target(call)
+    absent = {p: refusals(operation, p, call) for p in PLATFORMS if p not in operation.implementations}
+    return recorded(operation, call, Explanation(operation.name, call.target, "xla", None, None, why, absent))

@@ -70,20 +70,22 @@ def recorder() -> Recorder | None:
 
 
 @lru_cache(maxsize=512)
-def _output_shapes(plan: Plan, shapes: tuple[tuple[str, tuple[int, ...], Any], ...]) -> dict[str, jax.ShapeDtypeStruct]:
+def _output_shapes(
+    execute: Callable[[Plan, Arrays], Arrays], plan: Plan, shapes: tuple[tuple[str, tuple[int, ...], Any], ...]
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Outputs by the shapes of the arrays, as that plan has them."""
-    from ejkernel.ops.autodiff import execute  # which runs recorded plans too
-
     with changed(recorder=None):
         return jax.eval_shape(lambda x: execute(plan, x), {n: jax.ShapeDtypeStruct(*rest) for n, *rest in shapes})
 
 
-def stand_in_forward(plan: Plan) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
-    """A forward that computes nothing, of the same outputs; its backward needs no residuals."""
+def stand_in_forward(
+    plan: Plan, execute: Callable[[Plan, Arrays], Arrays]
+) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
+    """A forward that computes nothing, of the outputs that executing it has; its backward needs no residuals."""
 
     def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
         shapes = tuple((name, x.shape, x.dtype) for name, x in sorted(arrays.items()))
-        return _stand_in(plan, FORWARD, _output_shapes(replace(plan, recorded=None), shapes))(arrays), {}
+        return _stand_in(plan, FORWARD, _output_shapes(execute, replace(plan, recorded=None), shapes))(arrays), {}
 
     return forward
 

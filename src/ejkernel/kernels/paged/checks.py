@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.family import Check
+from ejkernel.kernels.paged.calls import page_call
 from ejkernel.kernels.paged.reference import reference
 from ejkernel.ops import Call
 
@@ -15,10 +16,16 @@ def _defined(call: Call, dtype: Any) -> jax.Array:
     return reference(call, dtype)["out"][0]
 
 
+def cascade_call(*, prefix_len: Any, **arguments: Any) -> Call:
+    """What `cascade_attention` is another way to compute."""
+    return page_call(**arguments)
+
+
 def checks() -> list[Check]:
     """Three sequences of up to 250 keys in permuted pages of 16 tokens; four query heads for each of two key heads."""
     lens, pages, size, heads = jnp.array([250, 0, 100]), 48, 16, 2
     table = jnp.asarray(np.random.default_rng(0).permutation(pages).reshape(3, size).astype(np.int32))
+    shared = table.at[:, :3].set(table[0, :3])
     query, cache = (3, 4 * heads, 64), (pages, size, heads, 64)
     caches = {"key_cache": cache, "value_cache": cache}
     batch = {"context_lens": lens, "block_tables": table}
@@ -35,6 +42,10 @@ def checks() -> list[Check]:
         check(
             "decode, window of 64", "page_attention", "bfloat16",
             {"query": query, **caches}, batch, sliding_window=64,
+        ),
+        check(
+            "shared prefix", "cascade_attention", "bfloat16",
+            {"query": query, **caches}, {**batch, "block_tables": shared, "prefix_len": jnp.int32(40)},
         ),
         check(
             "mixed batch", "ragged_page_attention", "bfloat16",

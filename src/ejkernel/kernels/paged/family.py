@@ -19,7 +19,7 @@ from ejkernel.family import (
     struct,
 )
 from ejkernel.kernels.paged import calls
-from ejkernel.kernels.paged.checks import checks
+from ejkernel.kernels.paged.checks import cascade_call, checks
 from ejkernel.kernels.paged.spec import CACHE_DTYPES
 
 CacheDtype = Annotated[str | None, Option(f"Of a cache, also {', '.join(CACHE_DTYPES)}; default: the dtype.")]
@@ -30,6 +30,7 @@ _ARRAYS = {
         "queries", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs",
     ),
     "prefill_page_attention": ("query", "key_cache", "value_cache", "context_len", "page_indices"),
+    "cascade_attention": ("query", "key_cache", "value_cache", "context_lens", "block_tables", "prefix_len"),
     "decode_attention": ("query", "key_buffer", "value_buffer", "req_to_tokens", "seq_lens", "page_size"),
     "ragged_decode_attention": ("query", "key", "value", "sequence_start", "sequence_end"),
 }  # fmt: skip
@@ -88,6 +89,7 @@ def arguments(
         "query_start_loc": integers(B + 1),
         "num_seqs": integers(),
         "page_size": L,
+        "prefix_len": S // 2,
     }
     return {
         **{name: everything[name] for name in _ARRAYS[operation]},
@@ -140,6 +142,7 @@ FAMILY = Family(
         "page_attention": PublicFunction("ejkernel.modules", calls.page_call),
         "ragged_page_attention": PublicFunction("ejkernel.modules", calls.ragged_page_call),
         "prefill_page_attention": PublicFunction("ejkernel.modules", calls.prefill_call),
+        "cascade_attention": PublicFunction("ejkernel.modules", cascade_call),
         "decode_attention": PublicFunction("ejkernel.modules", calls.decode_call),
         "ragged_decode_attention": PublicFunction("ejkernel.modules", calls.ragged_decode_call),
     },

@@ -1,5 +1,6 @@
 """A few representative calls of softmax attention, each with its definition."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.family import Check
 from ejkernel.kernels.softmax.blocks import pattern_mask
-from ejkernel.kernels.softmax.reference import reference, visible
+from ejkernel.kernels.softmax.reference import reference, visible, weighted_values, weights
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Call
 from ejkernel.types import BlockPattern, MaskInfo
@@ -20,8 +21,18 @@ def pattern_call(*, query: Any, key: Any, value: Any, block_mask: Any) -> Call:
     return canonicalise(query, key, value, mask_info=mask, causal=True)
 
 
+def dot_product_call(*, query: Any, key: Any, value: Any, is_causal: bool) -> Call:
+    """The canonical call of `dot_product_attention`."""
+    return canonicalise(query, key, value, causal=is_causal)
+
+
 def _defined(call: Call, dtype: Any) -> jax.Array:
     return reference(call, dtype)["out"]
+
+
+def _defined_with_weights(call: Call, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    probabilities, _ = weights(call, dtype)
+    return weighted_values(call, probabilities), probabilities
 
 
 def _jax_nn(call: Call) -> jax.Array:
@@ -88,4 +99,9 @@ def checks() -> list[Check]:
         half("T != S, Dv != D", "B2 T129 S417 H4 Hkv1 D40 Dv72", dtype="float16"),
         sparse("local-stride pattern", "B1 T512 H4 D64", fixed={"block_mask": stride}),
         sdpa("causal", "B1 T1000 H2 D64", causal=True),
+        attention("causal", "B2 T500 H4 Hkv2 D64", dtype="bfloat16", operation="dot_product_attention", is_causal=True),
+        replace(
+            attention("causal", "B1 T200 H2 D32", dtype="bfloat16", operation="attention", peer=False, causal=True),
+            definition=_defined_with_weights,
+        ),
     ]

@@ -18,9 +18,19 @@ from ejkernel.family import (
     parsed_window,
     struct,
 )
-from ejkernel.kernels.softmax.checks import checks, pattern_call
+from ejkernel.kernels.softmax.checks import checks, dot_product_call, pattern_call
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.types import BlockPattern, MaskInfo
+
+# what functions call the arguments of flash_attention
+_OTHER_NAMES = {
+    "attention": {"dropout_seed": "dropout_rng"},
+    "dot_product_attention": {
+        "causal": "is_causal",
+        "sliding_window": "local_window_size",
+        "return_lse": "return_residual",
+    },
+}
 
 
 def arguments(
@@ -47,7 +57,7 @@ def arguments(
     """From sizes and words to the arguments of a public function."""
     B, T, H, D = batch, length, heads, dim
     S, Hkv, Dv = kv_length or T, kv_heads or H, value_dim or D
-    return {
+    arguments = {
         "query": struct(dtype, B, T, H, D),
         "key": struct(dtype, B, S, Hkv, D),
         "value": struct(dtype, B, S, Hkv, Dv),
@@ -62,6 +72,7 @@ def arguments(
         "dropout_seed": None if dropout is None else 0,
         "return_lse": lse or None,
     }
+    return {_OTHER_NAMES.get(operation, {}).get(name, name): value for name, value in arguments.items()}
 
 
 def _documents(count: int | None, length: int, kv_length: int) -> MaskInfo | None:
@@ -141,6 +152,8 @@ FAMILY = Family(
         "flash_attention": PublicFunction("ejkernel.modules", canonicalise),
         "blocksparse_attention": PublicFunction("ejkernel.modules", pattern_call),
         "scaled_dot_product_attention": PublicFunction("ejkernel.modules", canonicalise),
+        "dot_product_attention": PublicFunction("ejkernel.modules", dot_product_call),
+        "attention": PublicFunction("ejkernel.modules", canonicalise),
     },
     arguments=arguments,
     checks=checks,

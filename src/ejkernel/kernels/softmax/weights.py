@@ -7,10 +7,9 @@ from typing import Any
 import jax
 
 from ejkernel.checks.arrays import float_dtype
-from ejkernel.kernels.softmax.operations import ATTENTION
 from ejkernel.kernels.softmax.reference import dropped, weighted_values, weights
 from ejkernel.kernels.softmax.spec import Spec
-from ejkernel.ops import Call, Implementation, run_plain
+from ejkernel.ops import Call, Implementation, Operation, run_plain
 from ejkernel.ops.operation import Arrays
 
 
@@ -27,12 +26,12 @@ class Config:
     """Nothing to choose."""
 
 
-def with_weights(call: Call, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
+def with_weights(operation: Operation, call: Call, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     """out (B, T, H, Dv) and weights (B, H, T, S), both in `dtype`."""
     dtype = call["query"].dtype if dtype is None else float_dtype("dtype", dtype)
     made = WeightsSpec(call.spec, dtype.name)
     why = "its definition: the matrix of weights is an output"
-    outputs = run_plain(ATTENTION, Call(made, call.arrays), partial(_outputs, made), why)
+    outputs = run_plain(operation, Call(made, call.arrays), partial(_outputs, made), why)
     return outputs["out"], outputs["weights"]
 
 
