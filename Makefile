@@ -101,6 +101,8 @@ tables: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks.readme_tables --write
 	$(BIN)/python tests/stubs.py --write
 	$(BIN)/python docs/quotes.py
+	$(BIN)/python docs/names.py
+	$(BIN)/python docs/chart.py
 
 # the notice is of the successor of mkdocs-material
 docs: $(VENV)/installed-docs

@@ -15,7 +15,10 @@ EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
 
 def plots() -> list[str]:
     """Pictures of measurements, which lie beside their numbers, outside the site's own folder."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks" / "results").glob("*.svg"))
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "benchmarks" / "results").glob("*.svg")
+    )
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
@@ -38,6 +41,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _readme(path: str) -> str:
-    """A family's own page: its links to others are links to their pages, beside this one."""
-    text = (ROOT / path).read_text()
+    """What a README says, behind the reference: its links to others are links to their pages, beside this one."""
+    text = re.sub(r"\A# .*$", "## How it works", (ROOT / path).read_text(), flags=re.MULTILINE)
     return SIBLING.sub(lambda m: f"]({m[1]}.md{m[2] or ''})", text)

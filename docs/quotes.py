@@ -12,7 +12,9 @@ BLOCK = re.compile(r'(^```py title="([\w/.]+)"\n).*?(^```$)', re.MULTILINE | re.
 
 def quoted(text: str) -> str:
     """The page with every such block as its file is now."""
-    return BLOCK.sub(lambda match: f"{match[1]}{(DOCS.parent / match[2]).read_text()}{match[3]}", text)
+    return BLOCK.sub(
+        lambda match: f"{match[1]}{(DOCS.parent / match[2]).read_text()}{match[3]}", text
+    )
 
 
 if __name__ == "__main__":

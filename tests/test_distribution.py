@@ -22,7 +22,8 @@ PACKAGES = sorted(Path(path).name for path in PROJECT["tool"]["hatch"]["build"][
 
 def shipped(folder: Path) -> set[str]:
     """The files of a folder that are meant, by their paths from the root."""
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    made = {"__pycache__", ".ruff_cache"}
+    found = (path for path in folder.rglob("*") if path.is_file() and not made & {*path.parts})
     return {path.relative_to(ROOT).as_posix() for path in found}
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import ejgpu
+import ejkernel
 import ejkernel.modules
 import ejkernel.operators
 import ejkernel.types
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 PICTURES = runpy.run_path(str(DOCS / "pictures.py"))
+NAMES = runpy.run_path(str(DOCS / "names.py"))
+CHART = runpy.run_path(str(DOCS / "chart.py"))
 QUOTES = runpy.run_path(str(DOCS / "quotes.py"))
 HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
 
@@ -23,6 +26,28 @@ HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
 @pytest.mark.parametrize("name", PICTURES["PICTURES"])
 def test_pictures_are_current(name):
     assert (DOCS / "images" / "masks" / f"{name}.svg").read_text() == PICTURES["drawn"](name), "python docs/pictures.py"
+
+
+def test_the_index_of_names_is_current_and_has_all():
+    assert NAMES["FILE"].read_text() == NAMES["written"](), "python docs/names.py"
+    names = {key.split()[0] for key in NAMES["named"]()}
+    for package in (ejkernel, ejkernel.operators, ejgpu):
+        assert set(package.__all__) - {"DIMS"} <= names, set(package.__all__) - names
+
+
+def test_the_chart_is_current_and_fits_a_phone():
+    chart = NAMES["DOCS"] / "images" / "h200.svg"
+    assert chart.read_text() == CHART["drawn"](), "python docs/chart.py"
+    width = int(re.search(r'viewBox="0 0 (\d+) ', chart.read_text())[1])
+    smallest = min(map(int, re.findall(r'font-size="(\d+)"', chart.read_text())))
+    assert smallest * 360 / width >= 10  # on a screen of 360 points
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}" for page in PAGES)])
+def test_code_on_pages_fits(page):
+    for block in re.findall(r"^```.*?^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            assert len(line) <= 96, line
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -64,7 +89,7 @@ def test_everything_public_is_in_the_reference():
     short = {name.rpartition(".")[2] for name in told}
     functions = {f"ejkernel.modules.{name}" for name in ejkernel.modules.__all__}
     assert functions <= told, functions - told
-    plain = {"DIMS", "format_shape", "Extension", "OutOfPages", "AttentionOutput"}
+    plain = {"DIMS"}  # a table, in the glossary
     for room in (ejkernel.types, ejkernel.operators):
         assert set(room.__all__) - plain <= short, set(room.__all__) - plain - short
     assert {ejgpu.__name__, "ejgpu.utils", "ejgpu.xla_utils"} <= told
