@@ -45,12 +45,12 @@ def test_a_mask_of_keys_takes_any_number_of_queries():
     mask = random_mask(3, (2, 1, 1, 6))
     info = MaskInfo.from_attention_mask(mask)
     both = np.broadcast_to(mask, (2, 1, 4, 6)) & np.tri(4, 6, 2, dtype=bool)
-    for found in (
+    for combined in (
         info.replace(q_len=4).apply_causal(),
         info.apply_causal() & MaskInfo(4, 6),
         MaskInfo(4, 6).apply_causal() & info,
     ):
-        np.testing.assert_array_equal(found.attention_mask, both)
+        np.testing.assert_array_equal(combined.attention_mask, both)
     with pytest.raises(ValueError, match=r"same lengths \(T, S\), got \(6, 6\) and \(6, 5\)"):
         info & MaskInfo(6, 5)
     with pytest.raises(ValueError, match=r"same lengths \(T, S\), got \(1, 6\) and \(4, 6\)"):
@@ -71,11 +71,11 @@ def test_a_call_broadcasts_them(name):
     mask = random_mask(3, SHAPES[name])
     T = 1 if name == "decoding" else 4
     q, k = normal("q", (2, T, 2, 8)), normal("k", (2, 6, 2, 8))
-    found = flash_attention(q, k, k, mask_info=MaskInfo.from_attention_mask(mask))
+    out = flash_attention(q, k, k, mask_info=MaskInfo.from_attention_mask(mask))
     # jax.nn's rows that see nothing see all alike
     seen = np.broadcast_to(mask, (2, 2, T, 6)).any(-1).swapaxes(1, 2)[..., None]
     exact = jax.nn.dot_product_attention(q, k, k, mask=jnp.asarray(mask))
-    assert_close({"out": found}, {"out": jnp.where(seen, exact, 0)})
+    assert_close({"out": out}, {"out": jnp.where(seen, exact, 0)})
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 6)])

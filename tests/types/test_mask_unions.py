@@ -18,9 +18,9 @@ def random_mask(seed, shape):
 
 def union(a, b):
     """`a | b`, checked against the masks in full."""
-    found = a | b
-    np.testing.assert_array_equal(*np.broadcast_arrays(found.attention_mask, a.attention_mask | b.attention_mask))
-    return found
+    either = a | b
+    np.testing.assert_array_equal(*np.broadcast_arrays(either.attention_mask, a.attention_mask | b.attention_mask))
+    return either
 
 
 def symbolic_pairs():
@@ -81,5 +81,5 @@ def test_symbolic_unions_never_make_a_square_array():
         info = MaskInfo.from_segments(ids)
         return info.apply_causal() | info.apply_sliding_window((3, 64))
 
-    found = build(jnp.zeros((2, L), jnp.int32))
-    assert found.is_symbolic and found.band == (None, 64)
+    either = build(jnp.zeros((2, L), jnp.int32))
+    assert either.is_symbolic and either.band == (None, 64)

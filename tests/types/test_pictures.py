@@ -15,12 +15,12 @@ def cells(svg):
     """What an SVG shows: shares (rows, columns)."""
     tree = ET.fromstring(svg)
     _, _, columns, rows = map(int, tree.attrib["viewBox"].split())
-    found = np.zeros((rows, columns))
+    fractions = np.zeros((rows, columns))
     for shape in tree.findall("{http://www.w3.org/2000/svg}rect"):
         if shape.get("fill") != "none":
             x, y, width = (int(shape.attrib[name]) for name in ("x", "y", "width"))
-            found[y, x : x + width] = float(shape.get("fill-opacity", 1))
-    return found
+            fractions[y, x : x + width] = float(shape.get("fill-opacity", 1))
+    return fractions
 
 
 def test_text():
@@ -54,8 +54,8 @@ def test_svg_shows_what_is_seen():
 def test_patterns():
     pattern = BlockPattern.local_stride(4, 6, local_blocks=2, vert_stride=3, block_size=16)
     for head in range(4):
-        found = cells(pattern.visualize("svg", head=head))
-        np.testing.assert_array_equal(found, np.asarray(pattern.dense[head]))
+        drawn = cells(pattern.visualize("svg", head=head))
+        np.testing.assert_array_equal(drawn, np.asarray(pattern.dense[head]))
     alike = BlockPattern.local_stride(4, 6, local_blocks=2, vert_stride=3, homo_head=True)
     assert alike.visualize(head=3).splitlines()[1:] == alike.visualize(head=0).splitlines()[1:]
     many = BlockPattern.sliding_blocks(100, 1)

@@ -66,8 +66,8 @@ class StateCacheView:
         (2, 2, 8, 8)
         """
         at = self._checked("slots", slots)
-        found = jnp.asarray(self.state).at[at].get(mode="clip")
-        return jnp.where((at < self.slots)[:, None, None, None], found, 0.0)
+        states = jnp.asarray(self.state).at[at].get(mode="clip")
+        return jnp.where((at < self.slots)[:, None, None, None], states, 0.0)
 
     def write(self, slots: ArrayInput, states: jax.Array) -> "StateCacheView":
         """With these states (B, H, D, Dv) in their slots (B,), none of them twice.

@@ -1,1 +1,1 @@
-"""Checks of what callers give: static options, arrays, and the values in them. They need no other room."""
+"""Checks of what callers give: static options, arrays, and their values. They import no other package of ours."""

@@ -48,13 +48,13 @@ def float_array(name: str, x: Any) -> jax.Array:
 def float_dtype(name: str, dtype: Any) -> np.dtype:
     """One of the dtypes that queries, keys and values have."""
     try:
-        found = jnp.dtype(dtype)
+        resolved = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or found.name not in FLOATS:
-        shown = repr(dtype) if found is None else found.name
+        resolved = None
+    if resolved is None or resolved.name not in FLOATS:
+        shown = repr(dtype) if resolved is None else resolved.name
         raise TypeError(f"{name}={shown:.80} is not supported; use one of {', '.join(FLOATS)}")
-    return found
+    return resolved
 
 
 def check_has_numbers(name: str, x: Any) -> None:

@@ -27,7 +27,7 @@ from ejkernel.torch.calls import (
     sink_gradient,
 )
 from ejkernel.torch.pattern import Pattern
-from ejkernel.types.elements import Tokens, pattern_cells, visible
+from ejkernel.types.visibility import Tokens, pattern_cells, visible
 
 # logits that are in memory at a time
 _MOST_LOGITS = 2**22

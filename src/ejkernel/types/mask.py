@@ -24,9 +24,9 @@ from ejkernel.checks.arrays import (
 )
 from ejkernel.checks.options import static_int
 from ejkernel.types import segments
-from ejkernel.types.combine import both, chunked, intersect, same, unite
 from ejkernel.types.conversions import mask_to_segment_ids, segment_ids_to_mask
-from ejkernel.types.parts import ARRAY_FIELDS, STATIC_FIELDS, MaskParts, with_rank
+from ejkernel.types.mask_algebra import both, chunked, intersect, same, unite
+from ejkernel.types.mask_fields import ARRAY_FIELDS, STATIC_FIELDS, MaskFields, with_rank
 from ejkernel.types.pattern import BlockPattern
 from ejkernel.types.shardings import mask_shardings
 from ejkernel.types.slices import at_tokens, last_tokens
@@ -44,7 +44,7 @@ PUBLIC_NAMES = {
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAY_FIELDS), meta_fields=list(STATIC_FIELDS))
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskInfo(MaskParts):
+class MaskInfo(MaskFields):
     """Which keys each query sees: everything that all of the parts below allow. `MaskInfo(T, S)` allows everything.
 
     Segments, lengths, causality, windows, chunks and block patterns stay symbolic; `is_symbolic` and the repr say
@@ -132,16 +132,16 @@ class MaskInfo(MaskParts):
         """
         array = jnp.asarray(bool_array("mask", mask))
         if array.ndim == 2:
-            ids = segments.shown(array)
+            ids = segments.from_padding_mask(array)
             return cls(ids.shape[1], ids.shape[1], ids, ids)
         if array.ndim not in (3, 4):
             raise ValueError(f"mask must have shape (B, S), (B, T, S) or (B, H, T, S), got {array.shape}")
         dense = array if array.ndim == 4 else array[:, None]
         B, H, T, S = dense.shape
         if H == 1 and (T == 1) != (S == 1):
-            given = segments.shown(dense.reshape(B, T * S))
-            all_alike = segments.one_for_all(given)
-            q_ids, kv_ids = (all_alike, given) if T == 1 else (given, all_alike)
+            given = segments.from_padding_mask(dense.reshape(B, T * S))
+            one_segment = segments.zeros_beside(given)
+            q_ids, kv_ids = (one_segment, given) if T == 1 else (given, one_segment)
             return cls(T * S, T * S, q_ids, kv_ids)
         q_len, kv_len = (S if T == 1 else T), (T if S == 1 else S)
         return cls(q_len, kv_len, dense=dense, cross=q_len != kv_len)

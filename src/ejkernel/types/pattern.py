@@ -14,8 +14,8 @@ from ejkernel.checks.options import int_pair, static_int
 from ejkernel.types.local_stride import local_stride_blocks
 from ejkernel.types.visualize import Kind, block_visibility, checked_cells, drawn, has_values, html
 
-# tokens per block of a pattern that says no size, where nobody else says one
-_UNSAID = 64
+# tokens per block of a pattern without a size, where the call has none either
+_DEFAULT_BLOCK_SIZE = 64
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=["block_size", "num_heads"])
@@ -126,7 +126,7 @@ class BlockPattern:
     @property
     def block_shape(self) -> tuple[int, int]:
         """(bq, bk): tokens per query block and per key block."""
-        size = _UNSAID if self.block_size is None else self.block_size
+        size = _DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
         return (size, size) if isinstance(size, int) else size
 
     def is_kv_cache_efficient(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ejkernel.checks.arrays import concrete
 from ejkernel.checks.values import check_rows
-from ejkernel.types.elements import Tokens, visible
+from ejkernel.types.visibility import Tokens, visible
 
 # what makes ids is compiled: outside jit, its constants would be sent to the device one by one
 
@@ -41,13 +41,13 @@ def from_cu_seqlens(cu: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def shown(mask: jax.Array) -> jax.Array:
+def from_padding_mask(mask: jax.Array) -> jax.Array:
     """Ids 0 where a bool array shows a token and -1 where it hides one."""
     return jnp.where(mask, 0, -1).astype(jnp.int32)
 
 
 @jax.jit
-def one_for_all(ids: jax.Array) -> jax.Array:
+def zeros_beside(ids: jax.Array) -> jax.Array:
     """Ids (B, 1) of another side, all of whose tokens are in the segment 0 of `ids` (B, L)."""
     return jnp.zeros((ids.shape[0], 1), jnp.int32)
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.types.parts import MaskParts
+from ejkernel.types.mask_fields import MaskFields
 
 MASK_DIMS = {
     "q_ids": "B T",
@@ -17,7 +17,7 @@ MASK_DIMS = {
     "dense": "B H T S",
     "pattern": "B H nq nk",
 }
-M = TypeVar("M", bound=MaskParts)
+M = TypeVar("M", bound=MaskFields)
 Axes = str | tuple[str, ...] | None
 
 

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.combine import both
-from ejkernel.types.parts import MaskParts
+from ejkernel.types.mask_algebra import both
+from ejkernel.types.mask_fields import MaskFields
 
-M = TypeVar("M", bound=MaskParts)
+M = TypeVar("M", bound=MaskFields)
 
 
 def last_tokens(ends: jax.Array, count: int, length: int) -> jax.Array:

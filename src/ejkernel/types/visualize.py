@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.checks.arrays import concrete
 from ejkernel.checks.options import static_int
-from ejkernel.types.parts import MaskParts
+from ejkernel.types.mask_fields import MaskFields
 
 Kind = Literal["text", "svg", "figure"]
 
@@ -18,7 +18,7 @@ SVG_SIZE = 240  # pixels of the longer side
 MOST_DRAWN = 2**26  # pairs of a mask that a notebook draws unasked: a second's work
 
 
-def visibility(mask: MaskParts, batch: int, head: int, max_cells: int) -> np.ndarray:
+def visibility(mask: MaskFields, batch: int, head: int, max_cells: int) -> np.ndarray:
     """The visible fraction per cell, at most (max_cells, max_cells); made in strips, never all of T x S at once."""
     B, H, T, S = mask.shape
     if not (0 <= batch < B and 0 <= head < H):
@@ -29,7 +29,7 @@ def visibility(mask: MaskParts, batch: int, head: int, max_cells: int) -> np.nda
         index = jnp.arange(start, min(start + per_q, T))
         strip = np.asarray(mask.element_mask(index, jnp.arange(S)))  # (B|1, H|1, rows, S)
         strip = strip[min(batch, strip.shape[0] - 1), min(head, strip.shape[1] - 1)]
-        strips.append(_shares(strip, len(index), per_k))
+        strips.append(_visible_fractions(strip, len(index), per_k))
     return np.concatenate(strips)
 
 
@@ -41,11 +41,11 @@ def block_visibility(blocks: Any, batch: int, head: int, max_cells: int) -> np.n
     B, H, nq, nk = values.shape
     if not (0 <= batch < B and 0 <= head < H):
         raise ValueError(f"{batch=}, {head=} must lie within the pattern's {B} rows and {H} heads")
-    return _shares(values[batch, head], -(-nq // max_cells), -(-nk // max_cells))
+    return _visible_fractions(values[batch, head], -(-nq // max_cells), -(-nk // max_cells))
 
 
-def _shares(seen: np.ndarray, per_q: int, per_k: int) -> np.ndarray:
-    """The share that is seen in each cell of so many rows and columns."""
+def _visible_fractions(seen: np.ndarray, per_q: int, per_k: int) -> np.ndarray:
+    """The fraction of pairs that is visible in each cell of so many rows and columns."""
     T, S = seen.shape
     rows, columns = np.arange(0, T, per_q), np.arange(0, S, per_k)
     sums = np.add.reduceat(np.add.reduceat(seen.astype(np.int64), rows, axis=0), columns, axis=1)
@@ -54,7 +54,7 @@ def _shares(seen: np.ndarray, per_q: int, per_k: int) -> np.ndarray:
 
 
 def drawn(kind: Kind, cells: np.ndarray, title: str, sizes: tuple[int, int], unit: str = "") -> Any:
-    """A picture of shares (q, k) that stand for `sizes` queries and keys."""
+    """A picture of visible fractions (q, k) that stand for `sizes` queries and keys."""
     if kind == "text":
         lines = ["".join(ALL if x == 1 else NONE if x == 0 else SOME for x in row) for row in cells]
         return "\n".join([f"{title}; rows: queries, columns: keys", *lines])
@@ -80,7 +80,7 @@ def html(title: str, svg: str) -> str:
 
 
 def _svg(cells: np.ndarray, title: str) -> str:
-    """One rectangle for every run of cells that are alike; in the colour of the text around it, dark or light."""
+    """One rectangle for every run of cells of one fraction; in the colour of the text around it, dark or light."""
     rows, columns = cells.shape
     side = SVG_SIZE / max(rows, columns)
     shapes = []

@@ -10,7 +10,7 @@ from ejkernel.kernels.common.tiles import rounded
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call
 from ejkernel.types import elements
-from ejkernel.types.elements import Tokens, pattern_cells
+from ejkernel.types.visibility import Tokens, pattern_cells
 
 
 def visible(call: Call) -> jax.Array:

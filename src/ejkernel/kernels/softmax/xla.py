@@ -30,7 +30,7 @@ from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.sharding import varying_like
-from ejkernel.types.elements import Tokens, pattern_cells, visible
+from ejkernel.types.visibility import Tokens, pattern_cells, visible
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ejkernel.kernels.softmax.pallas_tpu.schedule import MASKED, VISIT, divided,
 from ejkernel.kernels.softmax.schedule import Side
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
-from ejkernel.types.elements import Tokens, visible
+from ejkernel.types.visibility import Tokens, visible
 
 Refs = dict[str, Any]
 Operand = tuple[jax.Array, pl.BlockSpec]

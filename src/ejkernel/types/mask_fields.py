@@ -1,4 +1,4 @@
-"""The parts of a mask, and what they show together: what making, combining and drawing masks stand on."""
+"""The fields of a mask, and the element mask (B, H, T, S) that they make together; `MaskInfo` adds the rest."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.checks.arrays import common_batch
 from ejkernel.checks.options import static_int
-from ejkernel.types.elements import Band, Tokens, pattern_cells, visible
+from ejkernel.types.visibility import Band, Tokens, pattern_cells, visible
 
 ARRAY_FIELDS = ("q_ids", "kv_ids", "q_pos", "kv_pos", "dense", "pattern")
 STATIC_FIELDS = ("q_len", "kv_len", "band", "chunk", "cross")
@@ -17,7 +17,7 @@ _FARTHEST = 2**30  # a distance beyond which no two positions lie
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskParts:
+class MaskFields:
     """The fields of `MaskInfo`, which documents them."""
 
     q_len: int

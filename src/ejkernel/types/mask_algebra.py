@@ -1,4 +1,4 @@
-"""Two masks in one, part by part: what both show, and what either shows; symbolic wherever the parts allow it."""
+"""Intersection and union of two masks, field by field; symbolic wherever the fields allow it."""
 
 import dataclasses
 import math
@@ -11,10 +11,10 @@ import numpy as np
 
 from ejkernel.checks.arrays import common_batch, concrete
 from ejkernel.types import segments
-from ejkernel.types.parts import MaskParts
+from ejkernel.types.mask_fields import MaskFields
 from ejkernel.types.pattern import BlockPattern
 
-M = TypeVar("M", bound=MaskParts)
+M = TypeVar("M", bound=MaskFields)
 
 
 def intersect(left: M, right: M) -> M:
@@ -45,27 +45,27 @@ def chunked(mask: M, size: int) -> M:
 def unite(left: M, right: M) -> M:
     """What either mask shows; the left one's explicit positions are kept, else the right one's.
 
-    Symbolic where one mask shows all that the other does, part by part, or where they differ in one part that has a
-    union of its kind. Elsewhere dense, but for the parts in which they agree.
+    Symbolic where one mask shows all that the other does, field by field, or where they differ in one field that has a
+    union of its kind. Elsewhere dense, but for the fields in which they agree.
     """
     a, b, positioned = _partners(left, right)
     cross = a.cross or b.cross
     if _rests_on(a, positioned) and _rests_on(b, positioned):
         a, b = (dataclasses.replace(x, q_pos=positioned.q_pos, kv_pos=positioned.kv_pos, cross=cross) for x in (a, b))
-        orders = {part: order(a, b) for part, order in _ORDERS.items()}
-        differing = {part: order for part, order in orders.items() if order != "same"}
+        orders = {field: order(a, b) for field, order in _ORDERS.items()}
+        differing = {field: order for field, order in orders.items() if order != "same"}
         if set(differing.values()) <= {"narrower"}:
             return b
         if set(differing.values()) <= {"wider"}:
             return a
         if len(differing) == 1:
-            (part,) = differing
-            if (united := _UNIONS[part](a, b)) is not None:
+            (field,) = differing
+            if (united := _UNIONS[field](a, b)) is not None:
                 return united
     shared = {name: getattr(a, name) for name in _agreeing_fields(a, b)}
-    a, b = (dataclasses.replace(x, **{name: _NOTHING.get(name) for name in shared}) for x in (a, b))
+    a, b = (dataclasses.replace(x, **{name: _HIDES_NOTHING.get(name) for name in shared}) for x in (a, b))
     either = a.element_mask() | b.element_mask()
-    alone = dataclasses.replace(positioned, **{name: _NOTHING.get(name) for name in _PARTS})
+    alone = dataclasses.replace(positioned, **{name: _HIDES_NOTHING.get(name) for name in _RESTRICTIONS})
     return dataclasses.replace(alone, dense=either, cross=cross, **shared)
 
 
@@ -131,28 +131,28 @@ def _intersect_patterns(a: M, b: M) -> tuple[BlockPattern | None, jax.Array | No
     return a.pattern, alone.element_mask()
 
 
-# Unions: how one mask's part compares with the other's, and what both are together -------------------------------
+# Unions: how one mask's field compares with the other's, and what both are together -------------------------------
 
-Order = Literal["same", "narrower", "wider", "apart"]
+Order = Literal["same", "narrower", "wider", "neither"]
 
-_PARTS = ("q_ids", "kv_ids", "pattern", "dense", "band", "chunk")
-_NOTHING: dict[str, Any] = {"band": (None, None)}  # what a part is that hides nothing, where that is not None
+_RESTRICTIONS = ("q_ids", "kv_ids", "pattern", "dense", "band", "chunk")
+_HIDES_NOTHING: dict[str, Any] = {"band": (None, None)}  # where that is not None
 
 
 def _agreeing_fields(a: M, b: M) -> list[str]:
-    """The fields of parts that hide the same in both, and may be left out of their union and applied to it after."""
-    found = ["q_ids", "kv_ids"] if _order_ids(a, b) == "same" and a.q_ids is not None else []
-    found += ["pattern"] if _order_patterns(a, b) == "same" and a.pattern is not None else []
+    """The fields that hide the same in both, and may be left out of their union and applied to it after."""
+    agreeing = ["q_ids", "kv_ids"] if _order_ids(a, b) == "same" and a.q_ids is not None else []
+    agreeing += ["pattern"] if _order_patterns(a, b) == "same" and a.pattern is not None else []
     if same(a.q_pos, b.q_pos) and same(a.kv_pos, b.kv_pos):
-        found += [name for name in ("band", "chunk") if getattr(a, name) == getattr(b, name)]
-    return found
+        agreeing += [name for name in ("band", "chunk") if getattr(a, name) == getattr(b, name)]
+    return agreeing
 
 
 def _order(a: Any, b: Any, equal: bool) -> Order:
-    """Of two parts where None hides nothing."""
+    """Of two fields where None hides nothing."""
     if equal:
         return "same"
-    return "wider" if a is None else "narrower" if b is None else "apart"
+    return "wider" if a is None else "narrower" if b is None else "neither"
 
 
 def _order_ids(a: M, b: M) -> Order:
@@ -167,14 +167,14 @@ def _order_patterns(a: M, b: M) -> Order:
     if a.pattern is None or b.pattern is None:
         return _order(a.pattern, b.pattern, a.pattern is b.pattern)
     equal = a.pattern.block_shape == b.pattern.block_shape and same(a.pattern.blocks, b.pattern.blocks)
-    return "same" if equal else "apart"
+    return "same" if equal else "neither"
 
 
 def _order_chunks(a: M, b: M) -> Order:
     if a.chunk is None or b.chunk is None or a.chunk == b.chunk:
         return _order(a.chunk, b.chunk, a.chunk == b.chunk)
     small, large = sorted((a.chunk, b.chunk))
-    return "apart" if large % small else "wider" if a.chunk == large else "narrower"
+    return "neither" if large % small else "wider" if a.chunk == large else "narrower"
 
 
 def _order_bands(a: M, b: M) -> Order:
@@ -183,7 +183,7 @@ def _order_bands(a: M, b: M) -> Order:
         return "same"
     if a_lo > a_hi or (b_lo <= a_lo and a_hi <= b_hi):
         return "narrower"
-    return "wider" if b_lo > b_hi or (a_lo <= b_lo and b_hi <= a_hi) else "apart"
+    return "wider" if b_lo > b_hi or (a_lo <= b_lo and b_hi <= a_hi) else "neither"
 
 
 def _limits(band: tuple[int | None, int | None]) -> tuple[float, float]:
