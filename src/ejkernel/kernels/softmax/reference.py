@@ -9,7 +9,7 @@ from ejkernel.kernels.common.dropout import keep
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call
-from ejkernel.types import elements
+from ejkernel.types import visibility
 from ejkernel.types.visibility import Tokens, pattern_cells
 
 
@@ -29,7 +29,7 @@ def visible(call: Call) -> jax.Array:
     if "pattern" in call:
         rules.append(pattern_cells(call["pattern"], index[0][:, None], index[1][None], spec.pattern_block or (1, 1)))
     pairs = jnp.ones((1, 1, dims.T, dims.S), bool)
-    return elements.visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules)
+    return visibility.visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules)
 
 
 def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
