@@ -28,7 +28,7 @@ the derivative by a number that is added to all log decays multiplies each weigh
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,16 @@ class Scan:
     minuend: jax.Array | None = None
     sums_start: jax.Array | None = None
 
+    @property
+    def sequences(self) -> int:
+        """Packed ones, or 1."""
+        return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        B, _, H, A = self.a.shape
+        return B, self.sequences, H, A, self.c.shape[3]
+
 
 class ScanResult(NamedTuple):
     """What comes of a scan: `out` (B, T, H, C) in the dtype of c, `state` (B, N, H, A, C) float32, `products`.
@@ -93,6 +103,12 @@ class ScanResult(NamedTuple):
     out: jax.Array | None
     state: jax.Array | None
     products: jax.Array | None
+
+    @classmethod
+    def wanted(cls, scan: Scan, out: Any, state: Any, products: Any) -> "ScanResult":
+        """Of what a kernel gave, what was asked for."""
+        out, state = out if scan.with_out else None, state if scan.with_state else None
+        return cls(out, state, products if scan.factor is not None else None)
 
 
 RunScan = Callable[[Scan], ScanResult]
@@ -110,32 +126,25 @@ def forward_scan(call: Call) -> Scan:
     )
 
 
-def _or_of_nothing(run_scan: RunScan, scan: Scan) -> ScanResult:
+def _run_on_tokens(run_scan: RunScan, scan: Scan) -> ScanResult:
     """What comes of a scan; where there are no tokens, no platform is asked."""
     if scan.a.shape[1] > 0:
         return run_scan(scan)
-    B, _, H, A = scan.a.shape
-    N = 1 if scan.cu_seqlens is None else scan.cu_seqlens.shape[1] - 1
-    zeros = jnp.zeros((B, N, H, A, scan.c.shape[3]), jnp.float32)
-    start = zeros if scan.start is None or scan.tangent else scan.start
+    start = jnp.zeros(scan.state_shape, jnp.float32) if scan.start is None or scan.tangent else scan.start
     products = jnp.zeros(scan.c.shape if scan.outer is not None else scan.c.shape[:3], jnp.float32)
-    return ScanResult(
-        scan.c if scan.with_out else None,
-        start if scan.with_state else None,
-        products if scan.factor is not None else None,
-    )
+    return ScanResult.wanted(scan, scan.c, start, products)
 
 
 def forward(call: Call, run_scan: RunScan) -> tuple[Arrays, Arrays]:
     """Outputs and residuals of a call: inputs, and the final state where it is an output."""
-    result = _or_of_nothing(run_scan, forward_scan(call))
+    result = _run_on_tokens(run_scan, forward_scan(call))
     outputs = _given(out=result.out, state=result.state)
     return outputs, {name: x for name, x in outputs.items() if name == "state"}
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, run_scan: RunScan) -> Arrays:
     """Every gradient; scans for those that nobody uses are left out by the compiler."""
-    run_scan = partial(_or_of_nothing, run_scan)
+    run_scan = partial(_run_on_tokens, run_scan)
     ahead = forward_scan(call)
     dout, dstate = cotangents.get("out"), cotangents.get("state")
     end = sums_start = None

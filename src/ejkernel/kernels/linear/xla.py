@@ -69,15 +69,13 @@ def run_scan(config: Config, scan: Scan) -> ScanResult:
     """The scan, so many tokens at a time."""
     if scan.descending:
         return unmirrored(run_scan(config, mirrored(scan)))
-    B, _, H, A = scan.a.shape
-    C, layout = scan.c.shape[3], layout_of(scan, config.chunk)
+    B, N, H, _, C = scan.state_shape
+    layout = layout_of(scan, config.chunk)
     rows = layout.valid.shape[1]
     group = max(1, min(config.group, rows))
-    starts = _hidden_zeros(jnp.zeros((B, layout.sequences, H, A, C), jnp.float32) if scan.start is None else scan.start)
+    starts = _hidden_zeros(jnp.zeros(scan.state_shape, jnp.float32) if scan.start is None else scan.start)
     channels = (C,) if scan.outer is not None else ()
-    sums_starts = (
-        jnp.zeros((B, layout.sequences, H, *channels), jnp.float32) if scan.sums_start is None else scan.sums_start
-    )
+    sums_starts = jnp.zeros((B, N, H, *channels), jnp.float32) if scan.sums_start is None else scan.sums_start
     packed = scan.cu_seqlens is not None
 
     def over_chunks(starts: jax.Array, state: jax.Array, *x: Any) -> tuple[jax.Array, Any]:

@@ -61,10 +61,8 @@ def _largest_scan(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
         layout = layout_of(scan, chunk)
         if _has_tokens(scan, layout):
             needs.append(ScanKernel(scan, chunk, layout).vmem_bytes())
-        B, T, H, C = scan.c.shape
-        state = jnp.zeros((B, layout.sequences, H, scan.a.shape[3], C)) if scan.with_state else None
-        products = jnp.zeros((B, T, H) if scan.outer is None else scan.c.shape) if scan.factor is not None else None
-        return ScanResult(scan.c if scan.with_out else None, state, products)
+        products = jnp.zeros(scan.c.shape[:3] if scan.outer is None else scan.c.shape)
+        return ScanResult.wanted(scan, scan.c, jnp.zeros(scan.state_shape), products)
 
     def both(arrays: Any) -> None:
         call = Call(spec, arrays)

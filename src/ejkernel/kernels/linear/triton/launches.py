@@ -40,8 +40,8 @@ def scan_chunks(
     scan: Scan, config: Config, segments: Segments, arrays: ChunkArrays, totals: bool = False
 ) -> tuple[jax.Array, ...]:
     """Out, out without what a token gives itself, states and totals; what is not wanted has no meaning."""
-    B, _, H, A = scan.a.shape
-    C, strict = scan.c.shape[3], scan.factor is not None
+    B, _, H, A, C = scan.state_shape
+    strict = scan.factor is not None
     block_c = min(config.block_c, tile_channels(C))
     if scan.tangent:  # there are two states
         block_c = max(16, block_c // 2)
@@ -75,24 +75,22 @@ def scan_chunks(
 
 def scan_tokens(scan: Scan, config: Config) -> ScanResult:
     """A scan token by token."""
-    segments, C = whole_sequences(scan), scan.c.shape[3]
-    B, _, H, A = scan.a.shape
+    segments = whole_sequences(scan)
+    B, _, H, A, C = scan.state_shape
     constants = _scan_constants(scan, segments, min(config.block_c, tile_channels(C)))
     launch = TritonLaunch(_values(scan, segments), constants, _grid(scan, constants), config.num_warps, 2)
     shapes = [
         _struct(scan.c.shape, scan.with_out, scan.c.dtype),
         _struct((B, segments.slots, H, A, C), scan.with_state),
     ]
-    out, state = launch.run(linear_token_kernel, shapes)
-    return ScanResult(out if scan.with_out else None, state if scan.with_state else None, None)
+    return ScanResult.wanted(scan, *launch.run(linear_token_kernel, shapes), None)
 
 
 def join_segments(
     scan: Scan, config: Config, segments: Segments, arrays: ChunkArrays
 ) -> tuple[jax.Array, jax.Array | None]:
     """The states before every segment, and those at the end of every sequence."""
-    B, _, H, A = scan.a.shape
-    C, N = scan.c.shape[3], 1 if scan.cu_seqlens is None else scan.cu_seqlens.shape[1] - 1
+    B, N, H, A, C = scan.state_shape
     of_state = replace(scan, start=None, with_out=False, with_state=True, factor=None, minuend=None, sums_start=None)
     _, _, local, totals, outer_totals = scan_chunks(of_state, config, segments.before_last(scan), arrays, totals=True)
     block_c = tile_channels(C)
@@ -108,7 +106,7 @@ def join_segments(
     values = {"p_local": local, "p_totals": totals, "p_outer_totals": outer_totals, "p_start": scan.start}
     programs = B * H * triton.cdiv(A, constants.BA)
     launch = TritonLaunch(values | {"p_order": segments.order}, constants, (programs,), 4, 2)
-    shapes = [_struct((B, segments.rows, H, A, C)), _struct((B, N, H, A, C), scan.with_state)]
+    shapes = [_struct((B, segments.rows, H, A, C)), _struct(scan.state_shape, scan.with_state)]
     starts, final = launch.run(linear_join_kernel, shapes)
     if not scan.with_state:
         return starts, None

@@ -88,11 +88,7 @@ class ScanRunner:
             known = others is not None and states is not None
             sums_start = _sums_starts(scan, segments, states, others) if known else scan.sums_start
             products = gate_gradients(scan, segments, arrays, strict, sums_start)
-        return ScanResult(
-            out if scan.with_out else None,
-            state if scan.with_state else None,
-            None if scan.factor is None else products,
-        )
+        return ScanResult.wanted(scan, out, state, products)
 
     def _known_states(self, b: Any, c: Any) -> States | None:
         for states in self.states:
@@ -148,8 +144,8 @@ def _sums_starts(scan: Scan, segments: Segments, states: States, others: States)
     # where this scan begins a segment, the other way has come to the end of it: the start of the next
     other_starts = jnp.roll(others.starts, -1 if scan.descending else 1, 1)
     sums = scan.scale * (states.starts * other_starts).sum(-2 if scan.outer is not None else (-2, -1))
-    B, N = scan.a.shape[0], 1 if scan.cu_seqlens is None else scan.cu_seqlens.shape[1] - 1
-    first = jnp.zeros((B, N, *sums.shape[2:]), jnp.float32) if scan.sums_start is None else scan.sums_start
+    B = scan.a.shape[0]
+    first = jnp.zeros((B, scan.sequences, *sums.shape[2:]), jnp.float32) if scan.sums_start is None else scan.sums_start
     if segments.order is not None:
         sequence = jnp.broadcast_to(jnp.maximum(segments.order[..., 0], 0), (B, segments.rows))
         first = jax.vmap(lambda x, index: x[index])(first, sequence)
