@@ -101,8 +101,8 @@ def check_forward_and_gradient(shape, cu_seqlens, chunk_size, dtype, chosen):
 
 def test_definition_is_a_loop_over_chunks():
     x, cu_seqlens = normal(0, (1, 20, 2, 3)), [0, 7, 7, 18]
-    parts = [x[0, a:b] for a, b in pairwise(cu_seqlens)]
-    chunks = [part[i : i + 4].mean(0) for part in parts for i in range(0, len(part), 4)]
+    sequences = [x[0, a:b] for a, b in pairwise(cu_seqlens)]
+    chunks = [tokens[i : i + 4].mean(0) for tokens in sequences for i in range(0, len(tokens), 4)]
     out = reference.mean_pooling(canonicalise(x, cu_seqlens, chunk_size=4))
     np.testing.assert_allclose(out[0], jnp.stack(chunks), rtol=1e-6, atol=1e-6)
 
@@ -112,8 +112,8 @@ def test_packed_equals_separate(chosen):
     x, lengths = normal(0, (1, 90, 2, 16)), (33, 1, 56)
     starts = np.cumsum([0, *lengths])
     packed = mean_pooling(x, starts, chunk_size=16, platform=chosen)
-    apart = [mean_pooling(x[:, a:b], chunk_size=16, platform=chosen) for a, b in pairwise(starts)]
-    assert_close(packed, jnp.concatenate(apart, 1), "float32")
+    separate = [mean_pooling(x[:, a:b], chunk_size=16, platform=chosen) for a, b in pairwise(starts)]
+    assert_close(packed, jnp.concatenate(separate, 1), "float32")
 
 
 @on_platforms

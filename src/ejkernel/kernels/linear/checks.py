@@ -25,9 +25,9 @@ class _Decaying(Check):
 
 def _defined(call: Call, dtype: Any) -> tuple[jax.Array, ...]:
     """As many outputs as the public function has, in its shapes."""
-    found = reference(call, dtype)
-    state = found["state"][0] if "cu_seqlens" in call else found["state"][:, 0]
-    return (found["out"], state) if call.spec.with_state else (found["out"],)
+    results = reference(call, dtype)
+    state = results["state"][0] if "cu_seqlens" in call else results["state"][:, 0]
+    return (results["out"], state) if call.spec.with_state else (results["out"],)
 
 
 def check(name: str, operation: str, dims: str, dtype: str, *gates: str, fixed: Any = (), **static: Any) -> Check:

@@ -22,7 +22,7 @@ def _call(batch: int, length: int, heads: int, dim: int, decay: str, kind: str) 
 
 
 def table(batch: int = 8, length: int = 2048, width: int = 2048) -> str:
-    """The rooflines as Markdown: chunks, and milliseconds of each walk and of a forward and backward together.
+    """The rooflines as Markdown: chunks, and milliseconds of each scan and of a forward and backward together.
 
     Decays are those of heads, as lightning attention has them, or of key channels, as GLA has them.
 

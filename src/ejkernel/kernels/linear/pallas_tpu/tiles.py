@@ -115,13 +115,13 @@ class Tile:
 
     def _of_tokens(self, g: jax.Array) -> Heads:
         to_start, to_end = (self.matrix(name).astype(jnp.float32) * g for name in ("to_start", "to_end"))
-        # those up to i which are behind j: sums of them alone, so that nothing cancels
+        # those up to i which are after j: sums of them alone, so that nothing cancels
         between = added(self.matrix("to_end"), to_start, (1, 1), self.chunk.terms["g"], matrix_last=True)
         return Heads(between, *(x.sum(1, keepdims=True) for x in (to_start, to_end, g)))
 
     @cached_property
     def _counts(self) -> Heads:
-        """How many tokens' decays there are; of padding none, but between two of it."""
+        """How many decays lie between tokens, and before and after each; of padding, only between two of it."""
         L, own_decay = self.chunk.size, 0 if self.chunk.deferred else 1
         row, column = (lax.broadcasted_iota(jnp.int32, (L, L), axis) for axis in (0, 1))
         token = lax.broadcasted_iota(jnp.int32, (L, 1), 0)

@@ -64,7 +64,7 @@ def default_config(call: Call) -> Config:
     if dims.T <= _MAX_TOKENS_ONE_BY_ONE:
         return Config(chunk=1, block_c=16 if max(dims.D, dims.Dv) > 64 else 32)
     float32, large = call["query"].dtype == jnp.float32, max(dims.D, dims.Dv) > 128
-    # without products of whole warp groups, operands are in registers
+    # without products of warpgroups, operands are in registers
     small = call.target.arch.startswith(("sm_8", "sm_12"))
     wide = large or float32
     block_c, warps = 32 if wide else 64, 8 if wide or small else 4

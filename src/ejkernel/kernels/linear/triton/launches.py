@@ -139,7 +139,7 @@ def chunk_lengths(scan: Scan, config: Config) -> jax.Array:
 def scale(scan: Scan, config: Config, x: Any, y: Any, gates: jax.Array, lengths: jax.Array) -> tuple[jax.Array, ...]:
     """x times its decays from the middle of each chunk, y times their inverse, and the decays of both halves.
 
-    Without both, the decays themselves in the place of x.
+    Without both, the decays themselves instead of x.
     """
     B, _, H, C = gates.shape
     segments, dtype = segments_of(scan, config.tile_tokens), scan.c.dtype

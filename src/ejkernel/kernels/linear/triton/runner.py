@@ -23,7 +23,7 @@ from ejkernel.kernels.linear.triton.segments import Segments, segments_of, whole
 class States(NamedTuple):
     """The states (B, rows, H, A, C) before the segments of a scan that adds b^T c, and those at the end of sequences.
 
-    A state is the transpose of another scan's, in which b and c change places: b and c tell, by being the same arrays.
+    A scan that adds c^T b has the transposes of these. Which scan it is, is known by b and c being the same arrays.
     """
 
     b: Any

@@ -199,7 +199,7 @@ def load_gates(p, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, i_first):
 
 @triton.jit
 def _matrix_sums(b_matrix, b_gates, TERMS: tl.constexpr):
-    """(R, BC): a matrix of small whole numbers times gates, as exact as float32: wide gates as sums of bfloat16."""
+    """(R, BC): a matrix of small integers times gates, as exact as float32: wide gates as sums of bfloat16."""
     if TERMS == 1:
         return tl.dot(b_matrix.to(b_gates.dtype), b_gates)
     else:
