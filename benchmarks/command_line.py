@@ -21,7 +21,7 @@ from ejkernel.cli import screen
 if TYPE_CHECKING:
     from benchmarks.measuring.benchmark import Benchmark, Contender
     from benchmarks.measuring.measure import Result
-    from benchmarks.reporting.report import Document, Grid
+    from benchmarks.reporting.report import Grid, Run
 
 CaseFilter = Annotated[str | None, typer.Option(help="Only cases whose name matches this regular expression.")]
 Platforms = Annotated[
@@ -37,11 +37,11 @@ Tuned = Annotated[
         help="Merge our times into this tuned file, of the same device: they order the platforms of auto.",
     ),
 ]
-Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, taken in turns.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Samples of each, interleaved.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
 List = Annotated[bool, typer.Option("--list", help="Say what would be measured.")]
 Budget = Annotated[float | None, typer.Option(min=0, help="Seconds; what does not fit is skipped.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --json has: cases that it has whole are kept.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --json has: its complete cases are kept.")]
 Kept = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json kept.")]
 Jobs = Annotated[
     int | None,
@@ -49,6 +49,7 @@ Jobs = Annotated[
 ]
 
 
+# each has a `BENCHMARK`
 MODULES = (
     "benchmarks.softmax",
     "benchmarks.paged",
@@ -60,8 +61,8 @@ MODULES = (
 
 def all_benchmarks() -> "dict[str, Benchmark]":
     """All there are, by name, in the order shown."""
-    found = [import_module(module).BENCHMARK for module in MODULES]
-    return {benchmark.family.name: benchmark for benchmark in found}
+    loaded = [import_module(module).BENCHMARK for module in MODULES]
+    return {benchmark.family.name: benchmark for benchmark in loaded}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def measure(
 
 def _run(name: str, options: Options) -> None:
     deadline = time.monotonic() + (float("inf") if options.budget is None else options.budget)
-    # JAX would take most of the memory, and PyTorch is to live beside it
+    # by default JAX takes most of the memory when it starts, and peers in PyTorch need some
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -123,23 +124,23 @@ def _run(name: str, options: Options) -> None:
         _print_lines(console, [f"{c.key}: {c.name}" for c in contenders])
         _print_lines(console, [f"{name}: {reason}" for name, reason in missing.items()])
         return
-    found = report.document(benchmark, machine(), cases, contenders, missing)
-    _check_device(found, options.tuned)
+    run = report.new_run(benchmark, machine(), cases, contenders, missing)
+    _check_device(run, options.tuned)
     if options.resume:
-        found = _resumed(found, options.json, cases)
-        done = {result["case"] for result in found["results"]}
+        run = _resumed(run, options.json, cases)
+        done = {result["case"] for result in run["results"]}
         cases = [case for case in cases if case.name not in done]
     kept = True
     for results in filter(None, _measured(benchmark, backend, cases, contenders, options, deadline)):
-        report.add(found, results)
+        report.add(run, results)
         for result in results:
             print(report.line(result), flush=True)
-        kept = _keep(console, found, options.json)
-    skipped = any(result["status"] == "skipped" for result in found["results"])
-    found["complete"] = not (skipped or report.unmeasured(found))
-    kept = _keep(console, found, options.json) and kept
-    kept = _show(console, found, options.plot, options.tuned) and kept
-    _say_how_it_went(console, found)
+        kept = _keep(console, run, options.json)
+    skipped = any(result["status"] == "skipped" for result in run["results"])
+    run["complete"] = not (skipped or report.unmeasured(run))
+    kept = _keep(console, run, options.json) and kept
+    kept = _show(console, run, options.plot, options.tuned) and kept
+    _print_verdict(console, run)
     if not kept:
         raise typer.Exit(1)
 
@@ -155,7 +156,7 @@ def every(
     repeats: Repeats = 7,
     budget: EachBudget = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what is there: cases that it has whole are kept.")
+        bool, typer.Option("--resume", help="Go on with what is there: its complete cases are kept.")
     ] = False,
 ) -> None:
     """Measure everything there is, one benchmark after another; exit with 1 where one would."""
@@ -191,31 +192,31 @@ def every(
         raise typer.Exit(1)
 
 
-def _resumed(found: "Document", path: Path | None, cases: list[Any]) -> "Document":
-    """The run with the whole cases of the one in the file, if there is one."""
+def _resumed(run: "Run", path: Path | None, cases: list[Any]) -> "Run":
+    """The run with the complete cases of the one in the file, if there is one."""
     from benchmarks.reporting import report
 
     if path is None:
         raise typer.BadParameter("--resume goes on with the file of --json, and none is given")
     if not path.exists():
-        return found
+        return run
     try:
-        return report.resumed(found, _loaded(path), cases)
+        return report.resumed(run, _loaded(path), cases)
     except ValueError as error:
         raise typer.BadParameter(
             f"{path} is of another run: {error}; name another file, or leave --resume out"
         ) from None
 
 
-def _keep(console: Console, found: "Document", path: Path | None) -> bool:
-    """Whether all that was found so far is in the file, where one was asked for; if not, the run goes on without."""
+def _keep(console: Console, run: "Run", path: Path | None) -> bool:
+    """Save the results so far, if that was asked for; whether it worked: if not, the run goes on without a file."""
     from benchmarks.reporting import report
 
-    return path is None or _written(console, path, lambda: report.save(found, path))
+    return path is None or _written(console, path, lambda: report.save(run, path))
 
 
 def _written(console: Console, path: Path, write: Callable[[], None]) -> bool:
-    """Whether a file could be written; if not, why not is printed."""
+    """Write a file; whether it worked, and if not the reason is printed."""
     try:
         write()
     except (OSError, RuntimeError) as error:
@@ -224,14 +225,14 @@ def _written(console: Console, path: Path, write: Callable[[], None]) -> bool:
     return True
 
 
-def _check_device(found: "Document", tuned: Path | None) -> None:
+def _check_device(run: "Run", tuned: Path | None) -> None:
     """Refuse to mix the times of a device into the tuned file of another."""
     from benchmarks.reporting import report
     from ejkernel.ops.tuned_files import device_of
 
     device = None if tuned is None else device_of(tuned)
-    if device is not None and device not in report.kinds(found):
-        measured = " or ".join(sorted(report.kinds(found)))
+    if device is not None and device not in report.kinds(run):
+        measured = " or ".join(sorted(report.kinds(run)))
         raise typer.BadParameter(f"{tuned} is for {device}, and these times are of {measured}")
 
 
@@ -244,7 +245,7 @@ def _matching(pattern: str | None, option: str = "--case") -> Callable[[str], bo
 
 
 def _contenders(benchmark: "Benchmark", backend: str, options: Options) -> "tuple[list[Contender], dict[str, str]]":
-    """Those asked for that are here, and why the others are not."""
+    """The contenders asked for that are installed and run here, and why others do not."""
     from benchmarks.measuring.contenders import all_contenders
     from ejkernel.ops import PLATFORMS
 
@@ -267,15 +268,15 @@ def _measured(
     options: Options,
     deadline: float,
 ) -> "Iterator[list[Result]]":
-    from benchmarks.measuring.measure import Job, measure_here, measure_in_processes
+    from benchmarks.measuring.measure import Job, measure_in_processes, measure_in_this_process
 
-    # a TPU belongs to one process, and on a CPU what compiles would slow what is measured
+    # only one process can use a TPU, and on a CPU compilation would slow what is measured
     several = backend == "gpu" and benchmark.side_by_side
     jobs = options.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if several else 1)
     if jobs == 1:
-        yield from measure_here(benchmark, cases, contenders, options.repeats, deadline)
+        yield from measure_in_this_process(benchmark, cases, contenders, options.repeats, deadline)
         return
-    # PyTorch's own pool of compilers, in every process, would be too many
+    # or each process has a pool of compilers of PyTorch's, which together are too many
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     given = {"platforms": options.platform, "repeats": options.repeats, "deadline": deadline}
     job = partial(Job, benchmark=benchmark.module, backend=backend, **given)
@@ -300,18 +301,18 @@ def show(
         loaded = report.joined([_loaded(file) for file in files])
     except ValueError as error:
         raise typer.BadParameter(f"{', '.join(map(str, files))} cannot be shown as one: {error}") from None
-    found = report.only(loaded, _matching(case), _matching(contender, "--contender"))
+    run = report.only(loaded, _matching(case), _matching(contender, "--contender"))
     for what, pattern in (("case", case), ("contender", contender)):
-        if not found[f"{what}s"]:
+        if not run[f"{what}s"]:
             raise typer.BadParameter(f"no {what} matches {pattern!r}; there are {', '.join(loaded[f'{what}s'])}")
-    _check_device(found, tuned)
+    _check_device(run, tuned)
     if markdown:
-        print(report.markdown(found))
-    if not _show(screen.console(), found, plot, tuned, tables=not markdown):
+        print(report.markdown(run))
+    if not _show(screen.console(), run, plot, tuned, tables=not markdown):
         raise typer.Exit(1)
 
 
-def _loaded(file: Path) -> "Document":
+def _loaded(file: Path) -> "Run":
     from benchmarks.reporting import report
 
     try:
@@ -352,40 +353,40 @@ def compare(
         runs.check_comparable(before, after)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    console, found = screen.console(), runs.compare(before, after)
-    _print_grid(console, runs.grid(found, limit))
-    _print_lines(console, [*runs.differences(before, after), *found.missing])
-    bad = [*map(runs.line, found.slower(limit)), *found.broken]
+    console, comparison = screen.console(), runs.compare(before, after)
+    _print_grid(console, runs.grid(comparison, limit))
+    _print_lines(console, [*runs.differences(before, after), *comparison.missing])
+    bad = [*map(runs.line, comparison.slower(limit)), *comparison.broken]
     for line in bad:
         console.print(f"[red]{escape(line)}[/]")
-    ours = [one for one in found.changes if one.place[2] in found.ours]
+    ours = [one for one in comparison.changes if one.key[2] in comparison.ours]
     if bad or not ours:
-        told = f"{len(bad)} of ours are slower by more than {limit:.0%}, or broke"
-        console.print(f"[red]{told if bad else 'the runs have no time of ours in common'}[/]")
+        verdict = f"{len(bad)} of ours are slower by more than {limit:.0%}, or broke"
+        console.print(f"[red]{verdict if bad else 'the runs have no time of ours in common'}[/]")
         raise typer.Exit(1)
     console.print(f"[green]{len(ours)} times of ours, none slower by more than {limit:.0%}[/]")
 
 
-def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> bool:
-    """Print tables, merge times and draw; whether the files asked for were written."""
+def _show(console: Console, run: "Run", plot: Path | None, tuned: Path | None, *, tables: bool = True) -> bool:
+    """Print tables, merge times and draw; whether all files that were asked for could be written."""
     from benchmarks.reporting import report
     from benchmarks.reporting.plot import draw
 
     if tables:
-        for grid in report.grids(found):
+        for grid in report.grids(run):
             _print_grid(console, grid)
         legend = f"Medians; {report.AUTO} is what auto took (two: forward, backward)."
-        console.print(f"{report.where(found)}. {legend}", markup=False)
-        _print_lines(console, report.notes(found))
-    if not found["complete"]:
+        console.print(f"{report.where(run)}. {legend}", markup=False)
+        _print_lines(console, report.notes(run))
+    if not run["complete"]:
         console.print("[yellow]the run was cut short[/]")
     written = True
     if tuned is not None:
-        written = _written(console, tuned, lambda: report.tuned(found).save(tuned))
+        written = _written(console, tuned, lambda: report.tuned(run).save(tuned))
         if written:
-            console.print(f"our times{'' if found['complete'] else ', those there are,'} are in {tuned}", markup=False)
+            console.print(f"our times{'' if run['complete'] else ', those there are,'} are in {tuned}", markup=False)
     if plot is not None:
-        drawn = _written(console, plot, lambda: draw(found, plot))
+        drawn = _written(console, plot, lambda: draw(run, plot))
         written = drawn and written
         if drawn:
             console.print(f"the picture is in {plot}", markup=False)
@@ -394,7 +395,7 @@ def _show(console: Console, found: "Document", plot: Path | None, tuned: Path | 
 
 def _print_grid(console: Console, grid: "Grid") -> None:
     columns, numbers = ([escape(name) for name in names] for names in (grid.columns, grid.numbers))
-    shown = screen.table(*columns, right=tuple(numbers), whole=tuple(columns[:1]))
+    shown = screen.table(*columns, right=tuple(numbers), unbroken=tuple(columns[:1]))
     for row in grid.rows:
         styles = ["red" if cell.bad else "bold green" if cell.best else "none" for cell in row]
         shown.add_row(*(f"[{style}]{escape(cell.text)}[/]" for cell, style in zip(row, styles, strict=True)))
@@ -406,15 +407,15 @@ def _print_lines(console: Console, lines: list[str]) -> None:
         console.print(line, markup=False)
 
 
-def _say_how_it_went(console: Console, found: "Document") -> None:
-    """Say how it went; exit with 1 where an answer is wrong, ours failed, or nothing was measured."""
+def _print_verdict(console: Console, run: "Run") -> None:
+    """Print failures and counts; exit with 1 where an answer is wrong, ours failed, or nothing was measured."""
     from benchmarks.reporting import report
 
-    failed = report.failures(found)
-    measured = sum(result["milliseconds"] is not None for result in found["results"])
+    failed = report.failures(run)
+    measured = sum(result["milliseconds"] is not None for result in run["results"])
     for failure in failed:
         console.print(f"[red]{escape(failure)}[/]")
-    skipped = sum(result["status"] == "skipped" for result in found["results"])
+    skipped = sum(result["status"] == "skipped" for result in run["results"])
     if skipped:
         console.print(f"[yellow]{skipped} measurements were skipped[/]")
     if failed or not measured:
@@ -424,7 +425,7 @@ def _say_how_it_went(console: Console, found: "Document") -> None:
 
 
 def make_app() -> typer.Typer:
-    """A command for everything that is measured, and those for what was kept."""
+    """A command for each benchmark and for all of them, and those that read the files of earlier runs."""
     made = typer.Typer(
         no_args_is_help=True,
         add_completion=False,  # a shell completes commands, and `python -m benchmarks` is none

@@ -60,16 +60,16 @@ def _bounds(family: str) -> str | None:
 
 def outdated(paths: list[Path], *, write: bool) -> list[Path]:
     """The files whose tables differ from what the code and the benchmarks say; with `write`, corrected."""
-    found = []
+    outdated_paths = []
     for path in paths:
         old = path.read_text()
         new = replace_sections(replace_sections(old, "support", support_table), "benchmark", _measured)
         new = replace_sections(replace_sections(new, "summary", _summary), "roofline", _bounds)
         if new != old:
-            found.append(path)
+            outdated_paths.append(path)
             if write:
                 path.write_text(new)
-    return found
+    return outdated_paths
 
 
 def main(

@@ -165,8 +165,8 @@ class Recurrence:
             ]
         floor = FLOOR * max(1.0, math.sqrt(case.T / 256))
         largest = [max(_largest(x) for x in one.values()) for one in exact]
-        whole = [{name: x.reshape(case.B, case.T, case.H, case.D) for name, x in one.items()} for one in exact]
-        return [Truth(one, errors, floor * most) for one, errors, most in zip(whole, naive, largest, strict=True)]
+        outputs = [{name: x.reshape(case.B, case.T, case.H, case.D) for name, x in one.items()} for one in exact]
+        return [Truth(one, errors, floor * most) for one, errors, most in zip(outputs, naive, largest, strict=True)]
 
     def _run(self, attend: "Attend", dtype: str, tokens: Arrays, device_lock: DeviceLock) -> list[Arrays]:
         case = self.case
@@ -199,15 +199,15 @@ def _defined(case: Case, attend: Attend, dtype: Any, tokens: Arrays, state: jax.
     rows, T, *_ = tokens["query"].shape
     trained = {name: tokens[name].astype(dtype) for name in TRAINED if name in tokens}
 
-    def whole(trained: Arrays) -> jax.Array:
+    def attend_all(trained: Arrays) -> jax.Array:
         size = min(_BLOCK, T)
         blocks = {n: jnp.moveaxis(x.reshape(rows, -1, size, case.H, case.D), 1, 0) for n, x in trained.items()}
         _, out = lax.scan(jax.checkpoint(partial(attend, case, dtype)), state, blocks)
         return jnp.moveaxis(out, 0, 1).reshape(rows, T, case.H, case.D)
 
     if BOTH not in case.passes:
-        return [{"out": whole(trained)}]
-    out, pull = jax.vjp(whole, trained)
+        return [{"out": attend_all(trained)}]
+    out, pull = jax.vjp(attend_all, trained)
     (gradients,) = pull(tokens["dout"].astype(out.dtype))
     return [{"out": out}, {f"d{name}": x for name, x in gradients.items()}]
 

@@ -13,7 +13,7 @@ from ejkernel.kernels.linear.spec import lightning_decay
 
 
 def peers() -> list[Contender]:
-    """Everybody, present or not."""
+    """All, installed or not."""
     return [
         Contender("scan", "token scan (JAX)", _build_scan, _scan_missing),
         Contender("fla", "flash-linear-attention", _build_fla, partial(missing, ("gpu",), "fla")),

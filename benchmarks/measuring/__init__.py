@@ -1,1 +1,1 @@
-"""How a case is measured: who takes part, the programs, the lock on the device, samples in turns."""
+"""How a case is measured: who takes part, the programs, the lock on the device, interleaved samples."""

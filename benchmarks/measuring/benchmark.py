@@ -12,7 +12,7 @@ from benchmarks.measuring.device_lock import DeviceLock
 from ejkernel.family import Family, Truth
 
 FORWARD, BOTH = "forward", "forward + backward"
-# both, and what is trained moved against its gradients
+# forward and backward, and then a step of gradient descent
 TRAINING = "training step"
 LEARNING_RATE = 1e-3
 
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
     digits: str
 
 
-# of "ms" tables show the times; the rate beside them is in 10^12
+# where the unit is "ms", tables show times, and the rate in the file is in 10^12 per second
 UNITS = {
     "ms": Unit(1e12, ".3g"),
     "TFLOP/s": Unit(1e12, ".0f"),
@@ -145,7 +145,7 @@ class Benchmark:
             among the arrays is the gradient of the output.
         chain: (case, pass) to what `jax_program` is given, for calls that are short.
         side_by_side: whether a case may be compiled while another is measured: not where XLA has large matmuls of its
-            own, which it tries on the GPU to choose among them.
+            own, which it runs on the GPU to choose among them.
     """
 
     family: Family
@@ -171,14 +171,14 @@ def passes_of(function: Callable[[Arrays], Any], what: str, trained: tuple[str, 
         return {"out": out, **{f"out {n}": x for n, x in enumerate(more, 1)}}
 
     def both(arrays: Arrays) -> Arrays:
-        here = {name: arrays[name] for name in trained if name in arrays}
-        out, pull = jax.vjp(lambda given: jax.tree.leaves(function(arrays | given))[0], here)
+        present = {name: arrays[name] for name in trained if name in arrays}
+        out, pull = jax.vjp(lambda given: jax.tree.leaves(function(arrays | given))[0], present)
         return {"out": out} | {f"d{name}": dx for name, dx in pull(arrays["dout"])[0].items()}
 
     def training(arrays: Arrays) -> Arrays:
-        found = both(arrays)
-        moved = {f"new {n}": arrays[n] - LEARNING_RATE * found[f"d{n}"] for n in trained if n in arrays}
-        return found | moved
+        results = both(arrays)
+        moved = {f"new {n}": arrays[n] - LEARNING_RATE * results[f"d{n}"] for n in trained if n in arrays}
+        return results | moved
 
     return {FORWARD: forward, BOTH: both, TRAINING: training}[what]
 
@@ -189,17 +189,17 @@ def jax_program(
     device_lock: DeviceLock,
     chain: Chain | None = None,
     compiler_options: dict[str, Any] | None = None,
-    tries: bool = False,
+    autotunes: bool = False,
 ) -> Program:
-    """Compile a function of named arrays; `tries` where XLA runs kernels on a GPU to choose among them.
+    """Compile a function of named arrays; `autotunes` where XLA runs kernels on a GPU to choose among them.
 
     `chain` is for calls shorter than the host takes to start one: (result by array, calls) makes a program of so many
-    calls, in which these results of each are the next one's arrays, and times that.
+    calls, in which these results of each are arrays of the next, and times that.
     """
 
     def compile(function: Callable[[Arrays], Any]) -> tuple[Any, float]:
-        """And how long that took, which waiting for the device is no part of."""
-        with device_lock.shared() if tries else nullcontext():
+        """The program, and the seconds to compile it, without those of waiting for the device."""
+        with device_lock.shared() if autotunes else nullcontext():
             start = time.perf_counter()
             compiled = jax.jit(function).lower(arrays).compile(compiler_options)
             return compiled, time.perf_counter() - start
@@ -211,10 +211,10 @@ def jax_program(
 
         def chained(arrays: Arrays) -> Arrays:
             def link(_: Any, given: Arrays) -> Arrays:
-                found = function({**arrays, **given})
-                return {array: found[result].astype(given[array].dtype) for array, result in results_of.items()}
+                results = function({**arrays, **given})
+                return {array: results[result].astype(given[array].dtype) for array, result in results_of.items()}
 
-            # a state that a loop carries would be copied in every turn
+            # a state that a loop carries would be copied in every iteration
             unroll = len(results_of) > 1
             return jax.lax.fori_loop(0, links, link, {array: arrays[array] for array in results_of}, unroll=unroll)
 

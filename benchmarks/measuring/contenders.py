@@ -1,4 +1,4 @@
-"""Who takes part: ours on each platform, made from what a family says of a case, and the family's peers."""
+"""Who takes part: our library on each platform, and the peers of the benchmark."""
 
 import dataclasses
 from typing import Any
@@ -22,16 +22,17 @@ from ejkernel.ops.dispatch import with_target
 
 
 def all_contenders(benchmark: Benchmark, backend: str, platforms: list[str] | None) -> list[Contender]:
-    """Everybody, present or not: ours first, on those platforms or on the ones worth it."""
+    """All, installed or not: ours first, on those platforms or on the ones worth it."""
     return [*(_ours(benchmark, p) for p in platforms or benchmark.platforms.get(backend, ("xla",))), *benchmark.peers()]
 
 
 def choice(family: Family, case: Case) -> dict[str, str | None]:
     """The platforms that auto takes for a case, by pass; two for forward and backward where they differ."""
-    told = explained(family, case.operations[0], case, "auto")
-    taken = [told.platform] if told.gradient is None else [told.platform, told.gradient.platform]
+    explanation = explained(family, case.operations[0], case, "auto")
+    forward, gradient = explanation.platform, explanation.gradient
+    taken = [forward] if gradient is None else [forward, gradient.platform]
     both = ", ".join(dict.fromkeys(map(str, taken)))
-    return {what: told.platform if what == FORWARD else both for what in case.passes}
+    return {what: forward if what == FORWARD else both for what in case.passes}
 
 
 def explained(family: Family, operation: str, case: Case, platform: str | None) -> Explanation:
@@ -42,16 +43,16 @@ def explained(family: Family, operation: str, case: Case, platform: str | None) 
 
 def bucket_of(family: Family, operation: str, case: Case) -> str | None:
     """The shape bucket of a case on this machine, where it is one call."""
-    found: list[str] = []
+    buckets: list[str] = []
     canonicalise = family.functions[operation].canonicalise
     if canonicalise is None:
         return None
 
     def call(arrays: Arrays) -> None:
-        found.append(get_operation(operation).bucket(with_target(canonicalise(**case.arguments(arrays)))))
+        buckets.append(get_operation(operation).bucket(with_target(canonicalise(**case.arguments(arrays)))))
 
     jax.eval_shape(call, case.structs())
-    return found[0]
+    return buckets[0]
 
 
 def _ours(benchmark: Benchmark, platform: str) -> Contender:
@@ -68,16 +69,16 @@ def _ours(benchmark: Benchmark, platform: str) -> Contender:
         return jax_program(passes_of(call, what, benchmark.trained), arrays, device_lock, chain)
 
     def refusal(case: Case) -> str | None:
-        told = explained(family, case.operations[0], case, platform)
-        return None if told.platform else "; ".join(told.refusals.get(platform, ["no platform can"]))
+        explanation = explained(family, case.operations[0], case, platform)
+        return None if explanation.platform else "; ".join(explanation.refusals.get(platform, ["no platform can"]))
 
     def tuning(case: Case) -> dict[str, Any] | None:
         bucket = bucket_of(family, case.operations[0], case)
         if bucket is None:
             return None
-        told = explained(family, case.operations[0], case, platform)
-        config = None if told.config_source == "default" else dataclasses.asdict(told.config)
-        return {"operations": [*case.operations], "bucket": bucket, "platform": told.platform, "config": config}
+        explanation = explained(family, case.operations[0], case, platform)
+        config = None if explanation.config_source == "default" else dataclasses.asdict(explanation.config)
+        return {"operations": [*case.operations], "bucket": bucket, "platform": explanation.platform, "config": config}
 
     return Contender(
         key=f"ejkernel-{platform}",

@@ -1,4 +1,4 @@
-"""Measuring: every contender's programs for a case are built and checked, then timed in turns."""
+"""Measuring: every contender's programs for a case are built and checked, then timed with interleaved samples."""
 
 import dataclasses
 import time
@@ -13,7 +13,7 @@ import jax
 
 from benchmarks.measuring.benchmark import FORWARD, UNITS, Benchmark, Case, Contender, DeviceLock, Problem, Program
 from benchmarks.measuring.contenders import all_contenders
-from benchmarks.measuring.timing import PAUSE_SECONDS, in_turns
+from benchmarks.measuring.timing import PAUSE_SECONDS, interleaved_samples
 from ejkernel.cli.workers import TOO_LATE, Lost, device_works, spread
 
 
@@ -23,7 +23,7 @@ class Result:
 
     `status` is "ok", "wrong", "refused" (it says that it cannot), "failed" or "skipped"; the last three have a reason.
     `rate` is in the case's unit, of "ms" in 10^12 operations or bytes a second. `alone`: timed as soon as it was built,
-    and no time was left to take turns with the others.
+    and no time was left to interleave it with the others.
     """
 
     case: str
@@ -54,15 +54,15 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {' ... '.join(dict.fromkeys([*lines[:1], *lines[-1:]]))}"
 
 
-class _Bench:
-    """One case on this process's device."""
+class _CaseOnDevice:
+    """One case on this process's device, with its exact results."""
 
     def __init__(self, case: Case, problem: Problem, device_lock: DeviceLock):
         self.case, self.problem, self.device_lock = case, problem, device_lock
         self.truths = problem.truths(device_lock)
 
     def build(self, contender: Contender, what: str) -> tuple[Program | None, Result]:
-        """The program, where it can be timed, and all that is known before it is."""
+        """The program, or None where it failed, and its result without a time."""
         blank = Result(self.case.name, what, contender.name, "ok", tuning=contender.tuning(self.case))
         try:
             program = contender.build(self.case, what, self.problem.arrays, self.device_lock)
@@ -86,9 +86,11 @@ class _Bench:
         """The results of one pass with their times."""
         pause = PAUSE_SECONDS if jax.default_backend() == "cpu" else 0.0
         with self.device_lock:
-            samples = in_turns({result.contender: program.seconds for program, result in built}, repeats, pause)
+            samples = interleaved_samples(
+                {result.contender: program.seconds for program, result in built}, repeats, pause
+            )
         per = UNITS[self.case.facts()["unit"]].amount
-        found = [(result, samples[result.contender]) for _, result in built]
+        sampled = [(result, samples[result.contender]) for _, result in built]
         return [
             dataclasses.replace(
                 result,
@@ -97,16 +99,16 @@ class _Bench:
                 samples=[seconds * 1e3 for seconds in one.seconds],
                 calls=one.calls,
             )
-            for result, one in found
+            for result, one in sampled
         ]
 
 
-def _nobody(case: Case, contenders: list[str], status: str, reason: str) -> list[Result]:
+def _unmeasured(case: Case, contenders: list[str], status: str, reason: str) -> list[Result]:
     return [Result(case.name, what, name, status, reason) for name in contenders for what in case.passes]
 
 
-# samples of a contender that is timed alone first
-EARLY_REPEATS = 3
+# samples of a contender that is first timed alone
+ALONE_REPEATS = 3
 
 
 def measure(
@@ -116,12 +118,12 @@ def measure(
     repeats: int,
     device_lock: DeviceLock,
     deadline: float = float("inf"),
-    early: bool = False,
+    alone_first: bool = False,
 ) -> Iterator[Measured]:
-    """Build and check every contender on a case, in their order, then time all in turns.
+    """Build and check every contender on a case, in their order, then time all of them, interleaved.
 
-    One is built only where it should end in time, judging by those before. `early` times each alone too, once it is
-    built: that stands until the turns, which may never come.
+    One is built only if that should end before the deadline, judging by those before. `alone_first` also times each
+    alone, as soon as it is built: that time is kept if the deadline comes before the interleaved samples.
     """
     able, refused = [], []
     for contender in contenders:
@@ -131,39 +133,39 @@ def measure(
     yield Measured(refused)
     if not able:
         return
-    bench = _Bench(case, benchmark.problem(case), device_lock)
+    on_device = _CaseOnDevice(case, benchmark.problem(case), device_lock)
     built: dict[str, list[tuple[Program, Result]]] = {what: [] for what in case.passes}
     longest = 0.0
     for number, contender in enumerate(able):
         start = time.monotonic()
         if start + longest > deadline:
-            late = [contender.name for contender in able[number:]]
-            yield Measured(_nobody(case, late, "skipped", TOO_LATE.reason))
+            remaining = [contender.name for contender in able[number:]]
+            yield Measured(_unmeasured(case, remaining, "skipped", TOO_LATE.reason))
             break
         results: list[Result] = []
         for what in case.passes:
-            program, result = bench.build(contender, what)
+            program, result = on_device.build(contender, what)
             if program is None:
                 results.append(result)
                 if not device_works():
-                    yield Measured(_nobody(case, [contender.name], "failed", result.reason), contender.name)
+                    yield Measured(_unmeasured(case, [contender.name], "failed", result.reason), contender.name)
                     return
                 continue
             built[what].append((program, result))
-            if early and contender is not able[-1]:
-                timed = bench.time([(program, result)], min(repeats, EARLY_REPEATS))
+            if alone_first and contender is not able[-1]:
+                timed = on_device.time([(program, result)], min(repeats, ALONE_REPEATS))
                 results += [dataclasses.replace(one, alone=True) for one in timed]
         yield Measured(results)
         longest = max(longest, time.monotonic() - start)
     for what in case.passes:
-        yield Measured(bench.time(built[what], repeats))
+        yield Measured(on_device.time(built[what], repeats))
 
 
 # Many cases -------------------------------------------------------------------------------------------------
 
 
 class Job(NamedTuple):
-    """A case for a process of its own; everything in it can be sent there. `family` is the module that has it."""
+    """A case for a process of its own; everything in it can be sent there. `benchmark` is a module's name."""
 
     benchmark: str
     backend: str
@@ -178,12 +180,12 @@ class Job(NamedTuple):
 def _in_a_process(job: Job) -> Iterator[Measured]:
     benchmark: Benchmark = import_module(job.benchmark).BENCHMARK
     chosen = [c for c in all_contenders(benchmark, job.backend, job.platforms) if c.name in job.contenders]
-    early = job.deadline < float("inf")
-    device_lock = DeviceLock(job.lock, early)
-    yield from measure(benchmark, job.case, chosen, job.repeats, device_lock, job.deadline, early)
+    ours_first = job.deadline < float("inf")  # no peer that tunes itself may use up the time of all
+    device_lock = DeviceLock(job.lock, measures_first=ours_first)
+    yield from measure(benchmark, job.case, chosen, job.repeats, device_lock, job.deadline, alone_first=ours_first)
 
 
-def measure_here(
+def measure_in_this_process(
     benchmark: Benchmark, cases: list[Any], contenders: list[Contender], repeats: int, deadline: float
 ) -> Iterator[list[Result]]:
     """Case after case in this process. One is begun only where it should end in time, judging by those before."""
@@ -192,13 +194,13 @@ def measure_here(
         start = time.monotonic()
         names = [contender.name for contender in contenders]
         if culprit is not None:
-            yield _nobody(case, names, "skipped", f"the device went down under {culprit}")
+            yield _unmeasured(case, names, "skipped", f"the device went down under {culprit}")
         elif start + longest > deadline:
-            yield _nobody(case, names, "skipped", TOO_LATE.reason)
+            yield _unmeasured(case, names, "skipped", TOO_LATE.reason)
         else:
-            for part in measure(benchmark, case, contenders, repeats, DeviceLock(), deadline):
-                culprit = part.culprit
-                yield part.results
+            for measured in measure(benchmark, case, contenders, repeats, DeviceLock(), deadline):
+                culprit = measured.culprit
+                yield measured.results
             longest = max(longest, time.monotonic() - start)
 
 
@@ -209,12 +211,12 @@ def measure_in_processes(jobs: list[Job], processes: int, deadline: float) -> It
     what came before.
     """
     queue = deque(jobs)
-    told: dict[str, set[tuple[str, str]]] = {job.case.name: set() for job in jobs}
+    reported: dict[str, set[tuple[str, str]]] = {job.case.name: set() for job in jobs}
     for job, outcome in spread(_in_a_process, queue, processes, deadline):
-        cells = told[job.case.name]
+        cells = reported[job.case.name]
         if isinstance(outcome, Lost):
             status = "skipped" if outcome is TOO_LATE else "failed"
-            lost = _nobody(job.case, job.contenders, status, outcome.reason)
+            lost = _unmeasured(job.case, job.contenders, status, outcome.reason)
             yield [result for result in lost if (result.what, result.contender) not in cells]
             continue
         cells |= {(result.what, result.contender) for result in outcome.results}

@@ -1,4 +1,4 @@
-"""Times that can be compared: medians of samples taken in turns, each long enough that starting it weighs nothing."""
+"""Times that can be compared: medians of interleaved samples, each so long that the cost to start it does not count."""
 
 import math
 import random
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 SAMPLE_SECONDS = 0.025
-# what takes longer than this is measured only so often: it is not a close race
+# a call that takes longer than this gets only so many samples: no close comparison depends on it
 SLOW_SECONDS, SLOW_REPEATS = 1.0, 3
-# on a CPU the idle threads of the one before spin for a while and would slow the next
+# on a CPU, threads of the previous run spin for a while after it and would slow the next
 PAUSE_SECONDS = 0.3
 
 
@@ -26,29 +26,31 @@ class Samples(NamedTuple):
         return (ordered[middle] + ordered[-middle - 1]) / 2
 
 
-def in_turns(runs: Mapping[str, Callable[[int], float]], repeats: int, pause: float = 0.0) -> dict[str, Samples]:
-    """Samples of each, one of each in every turn: a clock that drifts slows all alike.
+def interleaved_samples(
+    runs: Mapping[str, Callable[[int], float]], repeats: int, pause: float = 0.0
+) -> dict[str, Samples]:
+    """Samples of each, round-robin: a clock that drifts slows all of them by as much.
 
-    Turns differ in their order, which is the same in every run, so that nobody always follows the same one, which may
-    leave a device warm. A run takes a number of calls and returns the seconds these took together.
+    Every round has another order, the same in each process, so that no run always follows the same other one, which may
+    leave the device warm. A run takes a number of calls and returns the seconds these took together.
     """
-    calls = {name: _enough(run) for name, run in runs.items()}
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats):
-        for name in random.Random(turn).sample(list(runs), len(runs)):
-            if turn >= SLOW_REPEATS and found[name][0] > SLOW_SECONDS:
+    calls = {name: _calls_of_a_sample(run) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name in random.Random(repeat).sample(list(runs), len(runs)):
+            if repeat >= SLOW_REPEATS and seconds[name][0] > SLOW_SECONDS:
                 continue
             time.sleep(pause)
-            found[name].append(runs[name](calls[name]) / calls[name])
-    return {name: Samples(found[name], calls[name]) for name in runs}
+            seconds[name].append(runs[name](calls[name]) / calls[name])
+    return {name: Samples(seconds[name], calls[name]) for name in runs}
 
 
-def _enough(run: Callable[[int], float]) -> int:
-    """Calls that fill a sample. A single one tells little: on a GPU it is mostly the way there and back."""
+def _calls_of_a_sample(run: Callable[[int], float]) -> int:
+    """So many that they take SAMPLE_SECONDS. Of a single call, most on a GPU is the launch and the wait for it."""
     calls = 1
     for _ in range(6):
         seconds = run(calls)
-        if SAMPLE_SECONDS <= seconds < SLOW_SECONDS:  # or was that a hiccup?
+        if SAMPLE_SECONDS <= seconds < SLOW_SECONDS:  # again, for the first may have been disturbed
             seconds = min(seconds, run(calls))
         if seconds >= SAMPLE_SECONDS:
             break

@@ -78,18 +78,18 @@ class Case:
     def structs(self) -> Arrays:
         struct = jax.ShapeDtypeStruct
         # those trained are float32, and cast for each step
-        found: Arrays = {
+        structs: Arrays = {
             n: struct(shape, self.dtype if self.decodes else "float32") for n, shape in self.weights().items()
         }
         if self.decodes:
             pages = (self.B * self._pages, self.page, self.Hkv, self.D)
-            found["caches"] = [(struct(pages, self.dtype),) * 2 for _ in range(self.layers)]
+            structs["caches"] = [(struct(pages, self.dtype),) * 2 for _ in range(self.layers)]
             integers = {"tokens": (self.steps, self.B), "block_tables": (self.B, self._pages)}
         else:
             integers = {"tokens": (1, self.T), "targets": (1, self.T)}
             integers |= {"segments": (1, self.T), "offsets": (self.documents + 1,)} if self.packed else {}
-            found["dout"] = struct((1, self.T), "float32")
-        return found | {name: struct(shape, "int32") for name, shape in integers.items()}
+            structs["dout"] = struct((1, self.T), "float32")
+        return structs | {name: struct(shape, "int32") for name, shape in integers.items()}
 
     @property
     def _pages(self) -> int:
@@ -171,7 +171,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) ->
 
 # What is right ------------------------------------------------------------------------------------------------
 
-# elements of a block of logits: the whole matrix would not fit
+# elements of a block of logits: the full matrix would not fit
 _BLOCK = 2**25
 
 
@@ -180,10 +180,10 @@ def _trained(case: Case, dtype: Any, arrays: Arrays) -> list[Arrays]:
     segments = arrays.get("segments", jnp.zeros((1, case.T), jnp.int32))
     attend = partial(_attention, dtype, segments)
 
-    def whole(weights: Arrays) -> jax.Array:
+    def losses_of(weights: Arrays) -> jax.Array:
         return losses(case, weights, arrays["tokens"], arrays["targets"], attend, dtype, keep=False)
 
-    out, pull = jax.vjp(whole, {name: arrays[name] for name in TRAINED})
+    out, pull = jax.vjp(losses_of, {name: arrays[name] for name in TRAINED})
     (gradients,) = pull(arrays["dout"])
     return [{"out": out}, {f"d{name}": x for name, x in gradients.items()}]
 

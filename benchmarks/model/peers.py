@@ -22,7 +22,7 @@ AttendCached = Callable[..., jax.Array]
 
 
 def peers() -> list[Contender]:
-    """Everybody, present or not."""
+    """All, installed or not."""
     return [
         _contender("jax-nn", "jax.nn (XLA)", ("cpu", "tpu"), "jax", *_jax_nn("xla"), most=4),
         _contender("jax-cudnn", "cuDNN (jax.nn)", ("gpu",), "jax", *_jax_nn("cudnn")),
@@ -63,18 +63,21 @@ def _contender(
             with device_lock:
                 arrays = {**arrays, "mask": jax.block_until_ready(_same_document(arrays["segments"]))}
 
-        def whole(arrays: Arrays) -> jax.Array:
+        def training_step(arrays: Arrays) -> jax.Array:
             weights = {name: arrays[name] for name in TRAINED}
             attend_here = partial(attend, arrays)
             return losses(case, weights, arrays["tokens"], arrays["targets"], attend_here, case.dtype)
 
-        return jax_program(passes_of(whole, what, TRAINED), arrays, device_lock, compiler_options=_options())
+        return jax_program(passes_of(training_step, what, TRAINED), arrays, device_lock, compiler_options=_options())
 
     return Contender(key, name, build, missing, refusal)
 
 
 def _options() -> dict[str, Any]:
-    """XLA fuses slices into kernels' calls, by which some run twice in a loop over layers, or wrong (see `apart`)."""
+    """Without XLA's fusion of slices into kernel calls: in a loop over layers some then run twice, or are wrong.
+
+    Ours have a barrier against it, `ejkernel.ops.fusion_barrier`.
+    """
     return {"xla_gpu_enable_dynamic_slice_fusion": False} if jax.default_backend() == "gpu" else {}
 
 
@@ -127,8 +130,8 @@ def _build_decoding(attend: AttendCached, case: Case, arrays: Arrays, device_loc
         lengths = jnp.full((case.B,), at + 1, jnp.int32)
         return tuple(cache), attend(query[:, None], *cache, lengths)[:, 0]
 
-    def whole(arrays: Arrays) -> Arrays:
+    def decode_loop(arrays: Arrays) -> Arrays:
         weights = {name: arrays[name] for name in TRAINED}
         return {"out": decode(case, weights, arrays["caches"], arrays["tokens"], one)}
 
-    return jax_program(whole, {**arrays, "caches": caches}, device_lock)
+    return jax_program(decode_loop, {**arrays, "caches": caches}, device_lock)

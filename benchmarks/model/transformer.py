@@ -74,9 +74,9 @@ def losses(
 
     x = weights["embedding"][tokens]
     x, _ = lax.scan(one if keep else jax.checkpoint(one), x, {name: weights[name] for name in WEIGHTS})
-    found = logits(weights["embedding"], x)
-    chosen = jnp.take_along_axis(found, targets[..., None], -1)[..., 0]
-    return jax.nn.logsumexp(found, -1) - chosen
+    scores = logits(weights["embedding"], x)
+    chosen = jnp.take_along_axis(scores, targets[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(scores, -1) - chosen
 
 
 def decode(sizes: Sizes, weights: Weights, caches: Sequence[Any], tokens: jax.Array, attend: AttendCached) -> jax.Array:

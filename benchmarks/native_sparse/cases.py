@@ -23,7 +23,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Case:
-    """Attention to K blocks of 64 tokens; `group` says whether neighbouring queries choose alike."""
+    """Attention to K blocks of 64 tokens; `group` says whether neighbouring queries share blocks."""
 
     group: str
     T: int
@@ -83,19 +83,19 @@ KEPT = {"shared blocks": 0.9, "random blocks": 0.0}
 def drawn_blocks(case: Case) -> np.ndarray:
     """(1, T, Hkv, K): different blocks up to a query's own, -1 where there are fewer than K."""
     draw = Random(1).random
-    heads = [list(_walk(case, draw)) for _ in range(case.Hkv)]
+    heads = [list(_drawn_rows(case, draw)) for _ in range(case.Hkv)]
     return np.asarray(heads, np.int32).swapaxes(0, 1)[None]
 
 
-def _walk(case: Case, draw: Callable[[], float]) -> Iterator[list[int]]:
+def _drawn_rows(case: Case, draw: Callable[[], float]) -> Iterator[list[int]]:
     """The blocks of each query of a head."""
     blocks: list[int] = []
     kept = KEPT[case.group]
-    for there in (t // BLOCK + 1 for t in range(case.T)):
+    for seen_blocks in (t // BLOCK + 1 for t in range(case.T)):
         blocks = [block for block in blocks if draw() < kept]
-        missing = min(case.K, there) - len(blocks)
+        missing = min(case.K, seen_blocks) - len(blocks)
         while missing:
-            block = int(draw() * there)
+            block = int(draw() * seen_blocks)
             if block not in blocks:
                 blocks.append(block)
                 missing -= 1
@@ -144,8 +144,8 @@ def _defined(case: Case, dtype: Any, arrays: Arrays) -> list[Arrays]:
 
     def attend(trained: Arrays) -> jax.Array:
         some = jax.checkpoint(partial(_rows_defined, case, dtype, trained["key"][0], trained["value"][0]))
-        parts = (rows(trained["query"]), rows(arrays["block_indices"]), jnp.arange(case.T).reshape(-1, _ROWS))
-        return jax.lax.map(lambda part: some(*part), parts).reshape(1, case.T, case.H, case.D)
+        chunks = (rows(trained["query"]), rows(arrays["block_indices"]), jnp.arange(case.T).reshape(-1, _ROWS))
+        return jax.lax.map(lambda chunk: some(*chunk), chunks).reshape(1, case.T, case.H, case.D)
 
     out, pull = jax.vjp(attend, trained)
     (gradients,) = pull(arrays["dout"].astype(out.dtype))

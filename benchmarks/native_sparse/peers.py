@@ -8,7 +8,7 @@ from benchmarks.native_sparse.cases import BLOCK, TRAINED, Case
 
 
 def peers() -> list[Contender]:
-    """Everybody, present or not."""
+    """All, installed or not."""
     return [Contender("fla", "flash-linear-attention", _build_fla, partial(missing, ("gpu",), "fla"))]
 
 

@@ -38,10 +38,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [f"{self.chunks} x {self.chunk} tokens"] if self.chunks else []
-        parts += [f"B{self.decodes} S{self.keys}"] if self.decodes else []
+        batches = [f"{self.chunks} x {self.chunk} tokens"] if self.chunks else []
+        batches += [f"B{self.decodes} S{self.keys}"] if self.decodes else []
         cache = "" if self.cache == self.dtype else f" {self.cache}"
-        return f"{self.group} {' + '.join(parts)} page{self.page} H{self.H} Hkv{self.Hkv} D{self.D}{cache}"
+        return f"{self.group} {' + '.join(batches)} page{self.page} H{self.H} Hkv{self.Hkv} D{self.D}{cache}"
 
     @property
     def even(self) -> bool:

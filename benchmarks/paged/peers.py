@@ -8,12 +8,12 @@ import jax
 from benchmarks.measuring.benchmark import Arrays, Contender, DeviceLock, Program, jax_program
 from benchmarks.paged.cases import Case
 
-# twenty calls of one program: a decode of one sequence is over before the host has started the next
+# twenty calls in one program: a single decode ends before the host has started the next
 CHAIN = ({"query": "out"}, 20)
 
 
 def peers() -> list[Contender]:
-    """Everybody, present or not."""
+    """All, installed or not."""
     return [
         _contiguous("jax-nn", "jax.nn (XLA), contiguous", "xla", "cpu"),
         _contiguous("jax-cudnn", "cuDNN, contiguous", "cudnn", "gpu"),
@@ -40,8 +40,8 @@ def _contiguous(key: str, name: str, implementation: Any, backend: str) -> Conte
         given = {"query": arrays["query"], "key": key, "value": value}
         return jax_program(step, given, device_lock, CHAIN)
 
-    def missing(here: str) -> str | None:
-        return None if here == backend else f"needs {backend}, this is {here}"
+    def missing(current: str) -> str | None:
+        return None if current == backend else f"needs {backend}, this is {current}"
 
     def refusal(case: Case) -> str | None:
         if not case.even:

@@ -1,4 +1,4 @@
-"""What a run found: kept as JSON while it grows, shown as tables, and handed on to `auto`."""
+"""The results of a run: kept as JSON while it grows, shown as tables, and handed on to `auto`."""
 
 import dataclasses
 import datetime
@@ -18,19 +18,19 @@ from ejkernel.ops.files import write_whole
 SCHEMA = 2
 AUTO = "†"  # beside the time of the platform that auto takes, or of both where it takes two
 
-# `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing` (name to reason),
-# `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
-Document = dict[str, Any]
+# What `--json` keeps: `benchmark`, `date`, `machine`, `contenders` (name to platform, None for a peer), `missing`
+# (name to reason), `cases` (name to facts, with `auto`: what our auto takes, by pass), `complete`, and `results`
+Run = dict[str, Any]
 
 
-def document(
+def new_run(
     benchmark: Benchmark,
     machine: dict[str, Any],
     cases: list[Any],
     taking_part: list[Contender],
     missing: dict[str, str],
-) -> Document:
-    """A run that has yet to find anything."""
+) -> Run:
+    """A run without results yet."""
     return {
         "schema": SCHEMA,
         "benchmark": benchmark.family.name,
@@ -45,7 +45,7 @@ def document(
 
 
 def _rounded(x: Any) -> Any:
-    """Five digits: nothing here is known better."""
+    """To five digits: no measurement is more exact."""
     if isinstance(x, float):
         return float(f"{x:.5g}")
     if isinstance(x, dict):
@@ -53,10 +53,10 @@ def _rounded(x: Any) -> Any:
     return [_rounded(value) for value in x] if isinstance(x, list) else x
 
 
-def save(found: Document, path: Path) -> None:
-    """Write it at once and whole, with a line per case and result."""
+def save(run: Run, path: Path) -> None:
+    """Write the file in one step, with a line per case and result."""
     lines = []
-    for name, value in found.items():
+    for name, value in run.items():
         if name == "cases":
             inner = [f"  {json.dumps(case)}: {json.dumps(facts)}" for case, facts in value.items()]
             text = "{\n" + ",\n".join(inner) + "\n }"
@@ -69,32 +69,32 @@ def save(found: Document, path: Path) -> None:
     write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def load(path: Path) -> Document:
+def load(path: Path) -> Run:
     """Read a run; `ValueError` where the file is none."""
     try:
-        found = json.loads(path.read_text())
+        run = json.loads(path.read_text())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(run, dict) or run.get("schema") != SCHEMA:
         raise ValueError(f"it is not a benchmark of schema {SCHEMA}")
-    check_run(found)
-    return found
+    check_run(run)
+    return run
 
 
-def add(found: Document, results: list[Result]) -> None:
+def add(run: Run, results: list[Result]) -> None:
     """Keep results; one that was there of the same cell goes."""
     new = {(r.case, r.what, r.contender): dataclasses.asdict(r) for r in results}
-    kept = [r for r in found["results"] if (r["case"], r["what"], r["contender"]) not in new]
-    found["results"] = [*kept, *new.values()]
+    kept = [r for r in run["results"] if (r["case"], r["what"], r["contender"]) not in new]
+    run["results"] = [*kept, *new.values()]
 
 
-def resumed(found: Document, before: Document, cases: list[Any]) -> Document:
+def resumed(run: Run, before: Run, cases: list[Any]) -> Run:
     """A run of these cases that goes on with an earlier one, which was cut short.
 
-    Of these cases it has what the earlier one measured whole, without a failure; what that has of others stays.
-    `ValueError` where it was of something else: its times would not be comparable.
+    Results of these cases are kept where the earlier run has them all, without a failure; those of other cases stay.
+    `ValueError` where it was of another benchmark, machine or version: its times would not be comparable.
     """
-    new: Document = json.loads(json.dumps(_rounded(found)))  # as it is in a file
+    new: Run = json.loads(json.dumps(_rounded(run)))  # as it is in a file
     _check_same(before, new, ["benchmark", "contenders"])
     _check_same(before["machine"], new["machine"], sorted({*before["machine"], *new["machine"]} - {"load"}))
     measured = [r for r in before["results"] if r["status"] != "skipped" and not r.get("alone")]
@@ -105,10 +105,10 @@ def resumed(found: Document, before: Document, cases: list[Any]) -> Document:
         if before["cases"].get(case.name) != new["cases"][case.name]
         or not cells.issuperset((case.name, what, contender) for what in case.passes for contender in new["contenders"])
     }
-    loads = [x["machine"]["load"] for x in (before, found) if "load" in x["machine"]]
-    return found | {
-        "machine": found["machine"] | ({"load": max(loads)} if loads else {}),
-        "cases": before["cases"] | found["cases"],
+    loads = [x["machine"]["load"] for x in (before, run) if "load" in x["machine"]]
+    return run | {
+        "machine": run["machine"] | ({"load": max(loads)} if loads else {}),
+        "cases": before["cases"] | run["cases"],
         "results": [r for r in before["results"] if r["case"] not in again],
     }
 
@@ -119,18 +119,16 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], names: list[str]) -
             raise ValueError(f"{name} was {before.get(name)}, and is {now.get(name)}")
 
 
-def only(
-    found: Document, wanted: Callable[[str], bool], wanted_contender: Callable[[str], bool] = lambda name: True
-) -> Document:
-    """The part about the cases wanted, and about the contenders among whom they are shown."""
-    cases = {name: facts for name, facts in found["cases"].items() if wanted(name)}
-    contenders = {name: platform for name, platform in found["contenders"].items() if wanted_contender(name)}
-    results = [r for r in found["results"] if r["case"] in cases and r["contender"] in contenders]
-    return found | {"cases": cases, "contenders": contenders, "results": results}
+def only(run: Run, wanted: Callable[[str], bool], wanted_contender: Callable[[str], bool] = lambda name: True) -> Run:
+    """What it says of some cases, and of the contenders among whom they are shown."""
+    cases = {name: facts for name, facts in run["cases"].items() if wanted(name)}
+    contenders = {name: platform for name, platform in run["contenders"].items() if wanted_contender(name)}
+    results = [r for r in run["results"] if r["case"] in cases and r["contender"] in contenders]
+    return run | {"cases": cases, "contenders": contenders, "results": results}
 
 
-def joined(runs: list[Document]) -> Document:
-    """Several runs of one device as one, theirs in order; `ValueError` where devices differ or cases are the same."""
+def joined(runs: list[Run]) -> Run:
+    """Several runs of one device as one; `ValueError` where devices differ, or two of them have a case in common."""
     first, *others = runs
     if not others:
         return first
@@ -167,12 +165,12 @@ def _of_all(values: list[Any]) -> Any:
 def line(result: Result) -> str:
     """One result in a line."""
     if result.milliseconds is None:
-        told = f"{result.status}: {result.reason}"
+        text = f"{result.status}: {result.reason}"
     else:
-        told = f"{result.milliseconds:.3f} ms, first call {result.first_call_seconds:.1f} s"
-        told += f", WRONG: {_errors(dataclasses.asdict(result))}" if result.status == "wrong" else ""
-        told += ", alone" if result.alone else ""
-    return f"{result.case}, {result.what}, {result.contender}: {told}"
+        text = f"{result.milliseconds:.3f} ms, first call {result.first_call_seconds:.1f} s"
+        text += f", WRONG: {_errors(dataclasses.asdict(result))}" if result.status == "wrong" else ""
+        text += ", alone" if result.alone else ""
+    return f"{result.case}, {result.what}, {result.contender}: {text}"
 
 
 def _errors(result: dict[str, Any]) -> str:
@@ -185,37 +183,38 @@ def _ok(error: dict[str, float]) -> bool:
     return error["error"] <= error["limit"]
 
 
-def failures(found: Document) -> list[str]:
+def failures(run: Run) -> list[str]:
     """What a run must not have: wrong answers of anybody, and failures of ours."""
-    failed = [r for r in found["results"] if _is_failure(found, r)]
+    failed = [r for r in run["results"] if _is_failure(run, r)]
     return [f"{r['case']}, {r['what']}, {r['contender']}: {r['reason'] or f'wrong, {_errors(r)}'}" for r in failed]
 
 
-def _is_failure(found: Document, result: dict[str, Any]) -> bool:
-    ours = found["contenders"].get(result["contender"]) is not None
+def _is_failure(run: Run, result: dict[str, Any]) -> bool:
+    ours = run["contenders"].get(result["contender"]) is not None
     return result["status"] == "wrong" or (result["status"] == "failed" and ours)
 
 
-def notes(found: Document) -> list[str]:
+def notes(run: Run) -> list[str]:
     """Who is not there, and why cells are empty or not comparable; each reason once."""
-    told = [f"{name}: {reason}" for name, reason in found["missing"].items()]
+    lines = [f"{name}: {reason}" for name, reason in run["missing"].items()]
     empty: dict[tuple[str, str], list[str]] = {}
-    for r in found["results"]:
+    for r in run["results"]:
         if r["status"] in ("refused", "failed", "skipped"):
             empty.setdefault((r["contender"], f"{r['status']}: {r['reason']}"), []).append(r["case"])
         elif r.get("alone"):
-            empty.setdefault((r["contender"], "timed alone, no time was left to take turns"), []).append(r["case"])
+            why = "timed alone, no time was left to interleave it with others"
+            empty.setdefault((r["contender"], why), []).append(r["case"])
     for (contender, reason), cases in empty.items():
         distinct = list(dict.fromkeys(cases))
         where = distinct[0] if len(distinct) == 1 else f"{len(distinct)} cases"
-        told.append(f"{contender}, {where}: {reason}")
-    return told + [f"{case}: not measured, the run was cut short" for case in unmeasured(found)]
+        lines.append(f"{contender}, {where}: {reason}")
+    return lines + [f"{case}: not measured, the run was cut short" for case in unmeasured(run)]
 
 
-def unmeasured(found: Document) -> list[str]:
+def unmeasured(run: Run) -> list[str]:
     """Cases that a run never came to."""
-    reached = {result["case"] for result in found["results"]}
-    return [case for case in found["cases"] if case not in reached]
+    reached = {result["case"] for result in run["results"]}
+    return [case for case in run["cases"] if case not in reached]
 
 
 # Tables -----------------------------------------------------------------------------------------------------
@@ -235,8 +234,8 @@ class Grid(NamedTuple):
     numbers: tuple[str, ...] = ()
 
 
-def _by_contender(found: Document, case: str, what: str) -> dict[str, dict[str, Any]]:
-    return {r["contender"]: r for r in found["results"] if (r["case"], r["what"]) == (case, what)}
+def _by_contender(run: Run, case: str, what: str) -> dict[str, dict[str, Any]]:
+    return {r["contender"]: r for r in run["results"] if (r["case"], r["what"]) == (case, what)}
 
 
 def _fastest(row: dict[str, dict[str, Any]], names: list[str]) -> float | None:
@@ -257,11 +256,11 @@ def _milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _speed_rows(found: Document, group: str, what: str) -> list[list[Cell]]:
-    names, rows = found["contenders"], []
+def _speed_rows(run: Run, group: str, what: str) -> list[list[Cell]]:
+    names, rows = run["contenders"], []
     ours, peers = [n for n in names if names[n]], [n for n in names if not names[n]]
-    for case, facts in sorted(found["cases"].items(), key=lambda one: _order(one[1])):
-        row = _by_contender(found, case, what)
+    for case, facts in sorted(run["cases"].items(), key=lambda one: _order(one[1])):
+        row = _by_contender(run, case, what)
         if facts["group"] != group or not row:
             continue
         best, best_peer = _fastest(row, ours), _fastest(row, peers)
@@ -277,36 +276,36 @@ def _order(facts: dict[str, Any]) -> list[Any]:
     return [facts.get(name, 0) for name in ("D", "T")]
 
 
-def speeds(found: Document) -> list[Grid]:
+def speeds(run: Run) -> list[Grid]:
     """A table per group and pass."""
     grids = []
-    for group in dict.fromkeys(facts["group"] for facts in found["cases"].values()):
-        unit = next(facts["unit"] for facts in found["cases"].values() if facts["group"] == group)
-        for what in dict.fromkeys(r["what"] for r in found["results"]):
-            rows = _speed_rows(found, group, what)
+    for group in dict.fromkeys(facts["group"] for facts in run["cases"].values()):
+        unit = next(facts["unit"] for facts in run["cases"].values() if facts["group"] == group)
+        for what in dict.fromkeys(r["what"] for r in run["results"]):
+            rows = _speed_rows(run, group, what)
             if rows:
-                numbers = (*found["contenders"], "speed over best peer")
+                numbers = (*run["contenders"], "speed over best peer")
                 grids.append(Grid((f"{group}, {what}, {unit}", *numbers), rows, numbers))
     return grids
 
 
-def memories(found: Document) -> list[Grid]:
+def memories(run: Run) -> list[Grid]:
     """Temporary memory by case and contender, where cases ask for it."""
-    names, rows = found["contenders"], []
-    for case, facts in found["cases"].items():
-        for what in dict.fromkeys(r["what"] for r in found["results"] if r["case"] == case and facts.get("memory")):
-            known = {n: r.get("temporary_megabytes") for n, r in _by_contender(found, case, what).items()}
+    names, rows = run["contenders"], []
+    for case, facts in run["cases"].items():
+        for what in dict.fromkeys(r["what"] for r in run["results"] if r["case"] == case and facts.get("memory")):
+            known = {n: r.get("temporary_megabytes") for n, r in _by_contender(run, case, what).items()}
             least = min((x for x in known.values() if x is not None), default=None)
             cells = [Cell("" if x is None else f"{x:.0f}", best=x == least) for x in map(known.get, names)]
             rows.append([Cell(f"{case}, {what}"), *cells])
     return [Grid(("temporary memory, MB", *names), rows, tuple(names))] if rows else []
 
 
-def costs(found: Document) -> Grid:
+def costs(run: Run) -> Grid:
     """The longest first call and the most temporary memory of each contender, and where."""
     rows = []
-    for name in found["contenders"]:
-        timed = [r for r in found["results"] if r["contender"] == name and r["milliseconds"] is not None]
+    for name in run["contenders"]:
+        timed = [r for r in run["results"] if r["contender"] == name and r["milliseconds"] is not None]
         cells = [Cell(name)]
         for field, unit in (("first_call_seconds", "s"), ("temporary_megabytes", "MB")):
             known = [r for r in timed if r[field] is not None]
@@ -316,50 +315,50 @@ def costs(found: Document) -> Grid:
     return Grid(("at most", "first call", "temporary memory"), rows)
 
 
-def where(found: Document) -> str:
+def where(run: Run) -> str:
     """The machine and what it ran, in a line."""
-    machine = dict(found["machine"])
+    machine = dict(run["machine"])
     device, load = machine.pop("device"), machine.pop("load", 0.0)
-    told = f"{device}; {', '.join(f'{name} {version}' for name, version in machine.items())}; {found['date']}"
+    text = f"{device}; {', '.join(f'{name} {version}' for name, version in machine.items())}; {run['date']}"
     busy = f"; provisional: other work was on the machine (load {load:.1f})" if load > 0.5 else ""
-    return told + busy + ("" if found["complete"] else "; the run was cut short")
+    return text + busy + ("" if run["complete"] else "; the run was cut short")
 
 
-def grids(found: Document) -> list[Grid]:
+def grids(run: Run) -> list[Grid]:
     """All tables, in the order shown."""
-    return [*speeds(found), *memories(found), costs(found)]
+    return [*speeds(run), *memories(run), costs(run)]
 
 
-def summary(found: Document) -> str:
+def summary(run: Run) -> str:
     """Our speed over the best peer's, least to most and in how many cases: a line for each group."""
-    passes = list(dict.fromkeys(result["what"] for result in found["results"]))
+    passes = list(dict.fromkeys(result["what"] for result in run["results"]))
     lines = [f"| {' | '.join(['cases', *passes])} |", "|" + " --- |" * (len(passes) + 1)]
-    for group in dict.fromkeys(facts["group"] for facts in found["cases"].values()):
+    for group in dict.fromkeys(facts["group"] for facts in run["cases"].values()):
         cells = []
         for what in passes:
-            rows = _speed_rows(found, group, what)
+            rows = _speed_rows(run, group, what)
             ratios = sorted(float(row[-1].text) for row in rows if row[-1].text)
             least_to_most = " - ".join(f"{ratio:.2f}" for ratio in dict.fromkeys([*ratios[:1], *ratios[-1:]]))
             cells.append(f"{least_to_most}x ({len(ratios)})" if ratios else "no peer" if rows else "")
         lines.append(f"| {' | '.join([group, *cells])} |")
-    return "\n".join([f"{where(found)}.", "", *lines])
+    return "\n".join([f"{where(run)}.", "", *lines])
 
 
-def markdown(found: Document) -> str:
+def markdown(run: Run) -> str:
     """The tables for a README."""
-    parts = [f"{where(found)}. Medians; every answer checked; {AUTO} is what `auto` took (two: forward, backward)."]
-    for grid in grids(found):
+    sections = [f"{where(run)}. Medians; every answer checked; {AUTO} is what `auto` took (two: forward, backward)."]
+    for grid in grids(run):
         lines = ["| " + " | ".join(grid.columns) + " |", "|" + " --- |" * len(grid.columns)]
         lines += ["| " + " | ".join(f"**{c.text}**" if c.best else c.text for c in row) + " |" for row in grid.rows]
-        parts.append("\n".join(lines))
-    empty = notes(found)
-    return "\n\n".join([*parts, *(["\n".join(f"- {note}" for note in empty)] if empty else [])])
+        sections.append("\n".join(lines))
+    empty = notes(run)
+    return "\n\n".join([*sections, *(["\n".join(f"- {note}" for note in empty)] if empty else [])])
 
 
 # For auto ---------------------------------------------------------------------------------------------------
 
 
-def kinds(found: Document) -> set[str]:
+def kinds(run: Run) -> set[str]:
     """The kind and the architecture of the device a run was on, as they name tuned files.
 
     >>> kinds({"machine": {"device": "1 x nvidia_h200 (sm_90)"}}) == {"nvidia_h200", "sm_90"}
@@ -367,33 +366,34 @@ def kinds(found: Document) -> set[str]:
     >>> kinds({"machine": {"device": "AMD EPYC 9654, 2 cores"}})
     {'cpu'}
     """
-    named = re.fullmatch(r"\d+ x (\w+)(?: \((\w+)\))?", found["machine"]["device"])
+    named = re.fullmatch(r"\d+ x (\w+)(?: \((\w+)\))?", run["machine"]["device"])
     return {"cpu"} if named is None else {name for name in named.groups() if name is not None}
 
 
-def tuned(found: Document) -> TunedConfigs:
+def tuned(run: Run) -> TunedConfigs:
     """Our times by bucket and platform: what orders the platforms of `auto`.
 
     Where auto took one platform, its run is another of the same program, and the faster of both counts: but only
     where the platform's own run was right.
     """
-    total = TunedConfigs()
-    times = {(r["contender"], r["case"], r["what"]): r for r in found["results"] if r["status"] == "ok"}
-    autos = [name for name, platform in found["contenders"].items() if platform == "auto"]
+    configs = TunedConfigs()
+    times = {(r["contender"], r["case"], r["what"]): r for r in run["results"] if r["status"] == "ok"}
+    autos = [name for name, platform in run["contenders"].items() if platform == "auto"]
     for (name, case, what), result in times.items():
-        platform, taken = found["contenders"][name], found["cases"][case].get("auto", {})
+        platform, taken = run["contenders"][name], run["cases"][case].get("auto", {})
         if what != FORWARD or platform in (None, "auto"):
             continue
         microseconds = []
         for measured in (FORWARD, BOTH):
             if (name, case, measured) not in times:
                 continue
-            runs = [name, *(autos if taken.get(measured) == platform else ())]
-            again = [times[run, case, measured]["milliseconds"] for run in runs if (run, case, measured) in times]
-            microseconds.append(round(min(again) * 1e3, 1))
-        place = result["tuning"]
-        if place is None:  # of several calls
+            same_program = [name, *(autos if taken.get(measured) == platform else ())]
+            cells = [(contender, case, measured) for contender in same_program]
+            fastest = min(times[cell]["milliseconds"] for cell in cells if cell in times)
+            microseconds.append(round(fastest * 1e3, 1))
+        tuning = result["tuning"]
+        if tuning is None:  # of several calls
             continue
-        for operation in place["operations"]:
-            total = total.add(operation, place["bucket"], place["platform"], place["config"], *microseconds)
-    return total
+        for operation in tuning["operations"]:
+            configs = configs.add(operation, tuning["bucket"], tuning["platform"], tuning["config"], *microseconds)
+    return configs

@@ -1,4 +1,4 @@
-"""Whether what a file holds is a run, as `report.document` and `Result` make one: checked once, where it is read."""
+"""Whether what a file holds is a run, as `report.new_run` and `Result` make one: checked once, where it is read."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ STATUSES = ("ok", "wrong", "refused", "failed", "skipped")
 
 
 class Kind(NamedTuple):
-    """What a value has to be, in words and as a check."""
+    """What a value has to be: in words for the error, and as a check."""
 
     need: str
     fits: Callable[[Any], bool]
@@ -34,7 +34,7 @@ def _one_of(names: tuple[str, ...]) -> Kind:
 
 
 def _each(kind: Kind, plural: str) -> Kind:
-    """By name: what the names stand for."""
+    """An object whose values are all of a kind."""
     return Kind(f"an object of {plural}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())))
 
 
@@ -78,24 +78,24 @@ ERROR = {"error": NUMBER, "limit": NUMBER}  # of an answer with NaN the error is
 TUNING = {"operations": TEXTS, "bucket": TEXT, "platform": TEXT, "config": _or_null(OBJECT)}
 
 
-def check_run(found: Any) -> None:
+def check_run(run: Any) -> None:
     """`ValueError` says what is not as it should be."""
-    _check_has("it", found, RUN)
-    machine = found["machine"]
+    _check_has("it", run, RUN)
+    machine = run["machine"]
     _check_has("machine", machine, {"device": TEXT} | {name: AMOUNT if name == "load" else TEXT for name in machine})
-    for name, facts in found["cases"].items():
+    for name, facts in run["cases"].items():
         _check_has(f"case {name!r}", facts, CASE)
         _check_has(f"case {name!r}", facts, {size: SIZE for size in SIZES if size in facts})
-    for number, result in enumerate(found["results"], 1):
-        _check_result(f"result {number}", result, found)
+    for number, result in enumerate(run["results"], 1):
+        _check_result(f"result {number}", result, run)
 
 
-def _check_result(where: str, result: Any, found: dict[str, Any]) -> None:
+def _check_result(where: str, result: Any, run: dict[str, Any]) -> None:
     _check_has(where, result, RESULT)
-    for field, known in (("case", found["cases"]), ("contender", found["contenders"])):
+    for field, known in (("case", run["cases"]), ("contender", run["contenders"])):
         if result[field] not in known:
             raise ValueError(f"{where}: the {field} {_shown(result[field])} is none of its {field}s")
-    facts = found["cases"][result["case"]]
+    facts = run["cases"][result["case"]]
     if result["what"] not in facts["auto"]:
         raise ValueError(f"{where}: of the pass {_shown(result['what'])} case {result['case']!r} does not say its auto")
     if result["status"] == "ok":
@@ -107,14 +107,14 @@ def _check_result(where: str, result: Any, found: dict[str, Any]) -> None:
         _check_has(f"{where}: tuning", result["tuning"], TUNING)
 
 
-def _check_has(where: str, found: Any, kinds: Mapping[str, Kind]) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} is {_shown(found)}, not {OBJECT.need}")
-    if absent := [name for name in kinds if name not in found]:
+def _check_has(where: str, value: Any, kinds: Mapping[str, Kind]) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_shown(value)}, not {OBJECT.need}")
+    if absent := [name for name in kinds if name not in value]:
         raise ValueError(f"{where} has no {', '.join(absent)}")
     for name, kind in kinds.items():
-        if not kind.fits(found[name]):
-            raise ValueError(f"{where}: {name} is {_shown(found[name])}, not {kind.need}")
+        if not kind.fits(value[name]):
+            raise ValueError(f"{where}: {name} is {_shown(value[name])}, not {kind.need}")
 
 
 # short, and on one line

@@ -19,7 +19,7 @@ Attend = Callable[[Case, Arrays], jax.Array]
 
 
 def peers() -> list[Contender]:
-    """Everybody, present or not."""
+    """All, installed or not."""
     return [*map(_in_jax, PEERS), *torch_peers.peers()]
 
 
@@ -30,7 +30,7 @@ class _Peer(NamedTuple):
         most: GiB of logits that it may make.
         lacks: why it cannot do a case, beside that.
         takes_mask: whether documents are given to it as a mask.
-        tries: whether XLA has matmuls of its own to choose kernels for.
+        autotunes: whether XLA has matmuls, for which it tries kernels on the GPU.
     """
 
     key: str
@@ -41,7 +41,7 @@ class _Peer(NamedTuple):
     most: float = np.inf
     lacks: Callable[[Case], str | None] = lambda case: None
     takes_mask: bool = True
-    tries: bool = False
+    autotunes: bool = False
 
 
 def _explicit_mask(case: Case) -> jax.Array:
@@ -68,7 +68,7 @@ def _in_jax(peer: _Peer) -> Contender:
         function = passes_of(partial(peer.attend, case), what, TRAINED)
         # else XLA rounds the operands of its matmuls on a GPU
         with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-            return jax_program(function, arrays, device_lock, tries=peer.tries)
+            return jax_program(function, arrays, device_lock, autotunes=peer.autotunes)
 
     return Contender(peer.key, peer.name, build, missing, refusal)
 
@@ -120,5 +120,5 @@ PEERS = (
     _Peer("tokamax", "tokamax Mosaic", _tokamax, ("gpu", "tpu"), "tokamax", lacks=_narrow),
     _Peer("fa4", "fa4-jax", _fa4, ("gpu",), "fa4_jax", lacks=_narrow_without_bias, takes_mask=False),
     # of all it compiles longest on a GPU: where time is short the others come first
-    _Peer("jax-nn", "jax.nn (XLA)", partial(_jax_nn, "xla"), ("cpu", "gpu", "tpu"), most=2, tries=True),
+    _Peer("jax-nn", "jax.nn (XLA)", partial(_jax_nn, "xla"), ("cpu", "gpu", "tpu"), most=2, autotunes=True),
 )

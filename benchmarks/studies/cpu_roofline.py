@@ -19,9 +19,9 @@ from jax import lax
 from ejkernel.modules import flash_attention
 
 T, H, D, TILE = 4096, 8, 64, 512
-# under a causal mask: a tile on the diagonal is a whole one
+# under a causal mask; a tile on the diagonal is computed in full
 TILES = H * (T // TILE) * (T // TILE + 1) // 2
-ALIKE = 32  # products in one program
+REPEATED_PRODUCTS = 32  # products in one program
 
 
 class Product(NamedTuple):
@@ -44,7 +44,7 @@ FLOPS = 2 * TILE * TILE * D
 
 
 def seconds(*runs: Callable[[], Any], repeats: int = 10) -> list[float]:
-    """The median of each, in turns whose order changes, after one of each that compiles."""
+    """The median of each, interleaved in a random order, after one of each that compiles."""
     taken: dict[int, list[float]] = {n: [] for n in range(len(runs))}
     for run in runs:
         run()
@@ -62,7 +62,7 @@ def normal(*shape: int, key: int = 0) -> jax.Array:
 
 def product_seconds(product: Product) -> tuple[float, float]:
     """Of one product: XLA's, PyTorch's."""
-    left, right = normal(ALIKE, *product.left), normal(ALIKE, *product.right, key=1)
+    left, right = normal(REPEATED_PRODUCTS, *product.left), normal(REPEATED_PRODUCTS, *product.right, key=1)
     numbers = (((product.axes[0],), (product.axes[1],)), ((), ()))
 
     @jax.jit
@@ -70,9 +70,9 @@ def product_seconds(product: Product) -> tuple[float, float]:
         def one(n: Any, _: Any) -> jax.Array:  # in place of the last one, so that it stays in the cache
             return lax.dot_general(left[n], right[n], numbers)
 
-        return lax.fori_loop(1, ALIKE, one, one(0, None))
+        return lax.fori_loop(1, REPEATED_PRODUCTS, one, one(0, None))
 
-    a, b = (torch.randn(ALIKE, *shape) for shape in (product.left, product.right))
+    a, b = (torch.randn(REPEATED_PRODUCTS, *shape) for shape in (product.left, product.right))
     a, b = a if product.axes[0] == 1 else a.mT, b if product.axes[1] == 0 else b.mT
 
     def by_torch() -> None:
@@ -80,20 +80,20 @@ def product_seconds(product: Product) -> tuple[float, float]:
             torch.mm(x, y)
 
     ours, theirs = seconds(lambda: jax.block_until_ready(xla(left, right)), by_torch)
-    return ours / ALIKE, theirs / ALIKE
+    return ours / REPEATED_PRODUCTS, theirs / REPEATED_PRODUCTS
 
 
 def exp_seconds() -> tuple[float, float]:
     """Of the exponentials of a tile."""
-    x, tiles = normal(TILE, TILE), torch.randn(ALIKE, TILE, TILE)
-    xla = jax.jit(lambda x: lax.fori_loop(0, ALIKE, lambda _, x: jnp.exp(-x), x))
+    x, tiles = normal(TILE, TILE), torch.randn(REPEATED_PRODUCTS, TILE, TILE)
+    xla = jax.jit(lambda x: lax.fori_loop(0, REPEATED_PRODUCTS, lambda _, x: jnp.exp(-x), x))
 
     def by_torch() -> None:
         for tile in tiles:
             torch.exp(tile)
 
     ours, theirs = seconds(lambda: jax.block_until_ready(xla(x)), by_torch)
-    return ours / ALIKE, theirs / ALIKE
+    return ours / REPEATED_PRODUCTS, theirs / REPEATED_PRODUCTS
 
 
 def attention_seconds() -> dict[str, list[float]]:

@@ -42,15 +42,15 @@ def both(query, key, value, dout, mask, causal=True):
     return out, pull(dout)
 
 
-def hops(program, part, given):
-    """The calls of the busiest device; with zigzag all are alike, and other devices are met in halves."""
-    n, t = given.devices, part[0].shape[1]
+def hops(program, shard, given):
+    """The calls of the busiest device; with zigzag all have as much to do, and see halves of other devices' keys."""
+    n, t = given.devices, shard[0].shape[1]
     if given.layout == "zigzag":
-        halves = [jnp.concatenate([x[:, : t // 2], x[:, t // 2 :]]) for x in part]
-        return [partial(program, *part, None), *[partial(program, *halves, None, causal=False)] * (n - 1)]
+        halves = [jnp.concatenate([x[:, : t // 2], x[:, t // 2 :]]) for x in shard]
+        return [partial(program, *shard, None), *[partial(program, *halves, None, causal=False)] * (n - 1)]
     at = [part_of(given.layout, r, n, t).index[None] for r in range(n)]
     masks = [MaskInfo(t, t, q_pos=at[n - 1], kv_pos=at[source]) for source in range(n)]
-    return [partial(program, *part, mask) for mask in masks]
+    return [partial(program, *shard, mask) for mask in masks]
 
 
 def seconds(calls, repeats):
@@ -68,12 +68,12 @@ def seconds(calls, repeats):
 def main() -> None:
     given = parser.parse_args()
     n, t = given.devices, given.length // given.devices
-    part, whole = arrays(t, given), arrays(given.length, given)
+    shard, dense_call = arrays(t, given), arrays(given.length, given)
     print(f"{jax.devices()[0].device_kind}: {given.length} tokens over {n} devices, {given.layout}")
     for name, function in (("forward", forward), ("forward + backward", both)):
         program = jax.jit(function, static_argnames="causal")
-        dense = seconds([partial(program, *whole, None)], given.repeats) / n
-        ring = seconds(hops(program, part, given), given.repeats)
+        dense = seconds([partial(program, *dense_call, None)], given.repeats) / n
+        ring = seconds(hops(program, shard, given), given.repeats)
         print(f"{name}: {n} hops {1e3 * ring:.2f} ms, its share {1e3 * dense:.2f} ms: {ring / dense:.2f}x")
 
 

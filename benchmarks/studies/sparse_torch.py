@@ -1,7 +1,7 @@
 """Block-sparse attention on tensors, and from JAX, against dkernel itself, whose outputs are compared with the former.
 
     python -m benchmarks.studies.sparse_torch          # on a GPU
-    python -m benchmarks.studies.sparse_torch tiles decode  # some parts of it
+    python -m benchmarks.studies.sparse_torch tiles decode  # some of the studies
     python -m benchmarks.studies.sparse_torch --small  # sizes that a CPU can do, to see that it runs
 
 dkernel itself must come before this package's `dkernel` on the path: PYTHONPATH=where/it/is:src. Medians; milliseconds.
@@ -50,11 +50,11 @@ def module(shape: Shape, pattern: Pattern, kind: Any = LocalStrideSparseAttentio
 
 
 def dkernel_itself() -> Any:
-    """The class of dkernel, or None where it is not installed or this package's own is found."""
+    """The class of dkernel, or None where it is not installed or `dkernel` is this package's own."""
     import dkernel
 
-    found = dkernel.LocalStrideSparseAttention
-    return None if found is LocalStrideSparseAttention else found
+    theirs = dkernel.LocalStrideSparseAttention
+    return None if theirs is LocalStrideSparseAttention else theirs
 
 
 # Measuring --------------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def passes(attend: Attend, tensors: list[torch.Tensor]) -> dict[str, Callable[[]
 def show(name: str, times: dict[str, dict[str, float]], against: str) -> None:
     """One line per pass: every contender's time, and how many times faster than `against` it is."""
     for what in next(iter(times.values())):
-        told = []
-        for who, found in times.items():
-            ratio = f" ({times[against][what] / found[what]:.2f}x)" if against in times and who != against else ""
-            told.append(f"{who} {found[what]:.3f}{ratio}")
-        print(f"{name}, {what}: {', '.join(told)}", flush=True)
+        texts = []
+        for who, times_of in times.items():
+            ratio = f" ({times[against][what] / times_of[what]:.2f}x)" if against in times and who != against else ""
+            texts.append(f"{who} {times_of[what]:.3f}{ratio}")
+        print(f"{name}, {what}: {', '.join(texts)}", flush=True)
 
 
 def compare(
@@ -203,12 +203,12 @@ def tiles(shape: Shape, device: torch.device) -> None:
 
 def host_time(device: torch.device) -> None:
     """Of a call whose kernels take next to no time, without waiting for them; and of its bare launches alone."""
-    from ejkernel.torch.prepared_launch import PreparedLaunch
+    from ejkernel.torch.programs import Step
 
     shape = Shape(T=64, H=1, Hkv=1, D=64)
     attend, (q, k, v) = module(shape, Pattern()), shape.tensors(device)
     runs: list[Any] = []
-    kept = PreparedLaunch.run
+    kept = Step.run
 
     def noted(step: Any, tensors: Any, *how: bool) -> None:
         runs.append(partial(kept, step, dict(tensors), *how))
@@ -216,11 +216,11 @@ def host_time(device: torch.device) -> None:
 
     with torch.no_grad():
         attend(q, k, v)
-        PreparedLaunch.run = noted  # pyright: ignore[reportAttributeAccessIssue]
+        Step.run = noted  # pyright: ignore[reportAttributeAccessIssue]
         attend(q, k, v)
-        PreparedLaunch.run = kept
-        whole, bare = microseconds(lambda: attend(q, k, v)), microseconds(lambda: [run() for run in runs])
-    print(f"host time of a forward: {whole:.1f} us, of its {len(runs)} launches alone {bare:.1f} us")
+        Step.run = kept
+        forward, bare = microseconds(lambda: attend(q, k, v)), microseconds(lambda: [run() for run in runs])
+    print(f"host time of a forward: {forward:.1f} us, of its {len(runs)} launches alone {bare:.1f} us")
 
 
 def microseconds(step: Callable[[], Any], calls: int = 200) -> float:
@@ -243,7 +243,7 @@ def decodes(small: bool, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # pyright: ignore[reportOptionalMemberAccess]
-    parser.add_argument("parts", nargs="*", help="of all there are")
+    parser.add_argument("studies", nargs="*", help="of all there are")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU can do")
     given = parser.parse_args()
     small, device = given.small, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -252,7 +252,7 @@ def main() -> None:
     usual = Shape(T=512, H=2, Hkv=2, D=32) if small else Shape()
     long = Shape(T=1024, H=2, Hkv=2, D=32) if small else Shape(T=32768)
     many = Shape(T=512, H=8, Hkv=8, D=32) if small else Shape()
-    parts: dict[str, Callable[[], None]] = {
+    studies: dict[str, Callable[[], None]] = {
         "dkernel": partial(with_dkernel, usual, device),
         "host": partial(host_time, device),
         "dense": partial(with_dense, long, device),
@@ -262,11 +262,11 @@ def main() -> None:
         "tiles": partial(tiles, usual, device),
     }
     if device.type == "cpu":
-        parts.pop("host")
-    if unknown := [name for name in given.parts if name not in parts]:
-        parser.error(f"{', '.join(unknown)}: there are {', '.join(parts)}")
-    for name in given.parts or parts:
-        parts[name]()
+        studies.pop("host")
+    if unknown := [name for name in given.studies if name not in studies]:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(studies)}")
+    for name in given.studies or studies:
+        studies[name]()
 
 
 if __name__ == "__main__":

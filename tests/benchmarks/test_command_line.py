@@ -23,7 +23,7 @@ from benchmarks.measuring.benchmark import BOTH, FORWARD, Contender, jax_program
 from benchmarks.measuring.contenders import all_contenders, bucket_of
 from benchmarks.measuring.device_lock import DeviceLock
 from benchmarks.measuring.measure import Job, Measured, measure_in_processes
-from benchmarks.measuring.timing import in_turns
+from benchmarks.measuring.timing import interleaved_samples
 from benchmarks.paged import BENCHMARK as PAGED
 from benchmarks.paged.cases import Case as PagedCase
 from benchmarks.reporting import report
@@ -53,7 +53,7 @@ def run(*arguments: str):
 
 @pytest.fixture
 def toy(monkeypatch):
-    """The benchmark with toy cases, and with contenders of the test's making beside its own."""
+    """The benchmark with toy cases, and with contenders that a test adds."""
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(softmax_cases, "_BLOCK", 32 * 2 * 8)  # eight queries at a time
@@ -89,13 +89,13 @@ def test_paged(tmp_path, monkeypatch):
     result = run("paged", "--quick", "--repeats", "1", "--json", str(kept))
     assert result.exit_code == 0, result.output
     assert "every answer right" in result.output and "refused: one call is for one number of tokens" in result.output
-    found = {(r["case"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
+    saved = {(r["case"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
     decode, mixed = "decode B4 S64 page16 H8 Hkv2 D64", "mixed 1 x 32 tokens + B3 S64 page16 H8 Hkv2 D64"
-    assert all(found[case, OURS]["status"] == "ok" for case in (decode, mixed))
-    ours = found[decode, OURS]
+    assert all(saved[case, OURS]["status"] == "ok" for case in (decode, mixed))
+    ours = saved[decode, OURS]
     assert ours["rate"] == pytest.approx(2 * 4 * 64 * 2 * 64 * 4 / ours["milliseconds"] / 1e9, rel=1e-3)
     assert ours["tuning"]["operations"] == ["page_attention"]
-    assert found[mixed, OURS]["tuning"]["operations"] == ["ragged_page_attention"]
+    assert saved[mixed, OURS]["tuning"]["operations"] == ["ragged_page_attention"]
 
 
 def test_linear(tmp_path, monkeypatch):
@@ -105,8 +105,8 @@ def test_linear(tmp_path, monkeypatch):
     result = run("linear", "--quick", "--repeats", "1", "--case", "^(gla|decode)", "--json", str(kept))
     assert result.exit_code == 0, result.output
     assert "6 measurements, every answer right" in result.output
-    found = {(r["case"], r["what"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
-    trained, step = found["gla B1 T128 H2 D16", BOTH, OURS], found["decode B4 T1 H2 D16", FORWARD, OURS]
+    saved = {(r["case"], r["what"], r["contender"]): r for r in json.loads(kept.read_text())["results"]}
+    trained, step = saved["gla B1 T128 H2 D16", BOTH, OURS], saved["decode B4 T1 H2 D16", FORWARD, OURS]
     assert {*trained["errors"]} == {"out", "dquery", "dkey", "dvalue", "dg"}
     assert trained["rate"] == pytest.approx(14 * 128 * 2 * 16 * 4 / trained["milliseconds"] / 1e9, rel=1e-3)
     assert step["rate"] == pytest.approx(2 * 4 * 2 * 16 * 16 * 4 / step["milliseconds"] / 1e9, rel=1e-3)
@@ -156,12 +156,12 @@ def test_a_whole_run(toy, tmp_path):
     assert "dense B1 T32 H2 D8 causal, forward + backward, ejkernel xla: " in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    found = json.loads(kept.read_text())
-    assert found["complete"] and found["machine"]["jax"] == jax.__version__
-    assert found["cases"][CAUSAL.name]["auto"] == {FORWARD: "xla", BOTH: "xla"} and found["contenders"][OURS] == "xla"
-    assert TORCH in {*found["contenders"], *found["missing"]}
-    rows = {(r["case"], r["what"], r["contender"]): r for r in found["results"]}
-    assert len(rows) == len(found["results"]) == 2 * 2 * len(found["contenders"])
+    saved = json.loads(kept.read_text())
+    assert saved["complete"] and saved["machine"]["jax"] == jax.__version__
+    assert saved["cases"][CAUSAL.name]["auto"] == {FORWARD: "xla", BOTH: "xla"} and saved["contenders"][OURS] == "xla"
+    assert TORCH in {*saved["contenders"], *saved["missing"]}
+    rows = {(r["case"], r["what"], r["contender"]): r for r in saved["results"]}
+    assert len(rows) == len(saved["results"]) == 2 * 2 * len(saved["contenders"])
     for (case, what, _), row in rows.items():
         assert row["status"] == "ok", row
         assert len(row["samples"]) == 2 and row["first_call_seconds"] > 0 and row["calls"] >= 1
@@ -171,13 +171,13 @@ def test_a_whole_run(toy, tmp_path):
     assert rows[CAUSAL.name, FORWARD, OURS]["temporary_megabytes"] > 0
 
     times = TunedConfigs.load(tuned)
-    place = rows[CAUSAL.name, FORWARD, OURS]["tuning"]
+    tuning = rows[CAUSAL.name, FORWARD, OURS]["tuning"]
     for operation in ("flash_attention", "scaled_dot_product_attention"):
         forward, both = (rows[CAUSAL.name, what, OURS]["milliseconds"] * 1e3 for what in (FORWARD, BOTH))
         backward = max(both - forward, forward) if both > forward else 0.0
         for gradient, wanted in ((False, forward), (True, backward)):
-            found_times = {"xla": pytest.approx(wanted, abs=0.2)} if wanted > 0 else {}
-            assert times.times(operation, place["bucket"], gradient) == found_times
+            expected_times = {"xla": pytest.approx(wanted, abs=0.2)} if wanted > 0 else {}
+            assert times.times(operation, tuning["bucket"], gradient) == expected_times
 
     shown = run("show", str(kept), "--markdown", "--case", "masked", "--plot", str(tmp_path / "one.svg"))
     assert shown.exit_code == 0 and "| B1 T32 H4 Hkv2 D8 documents 4 at random |" in shown.output
@@ -208,8 +208,8 @@ def test_everything_there_is(toy, tmp_path, monkeypatch):
     right = dataclasses.replace(BENCHMARK, cases=lambda backend, quick: [CAUSAL] if quick else [], peers=list)
     wrong = dataclasses.replace(broken, cases=right.cases)
     named = {"liars": wrong, "softmax": right}
-    found = {n: dataclasses.replace(b, family=dataclasses.replace(SOFTMAX, name=n)) for n, b in named.items()}
-    monkeypatch.setattr("benchmarks.command_line.all_benchmarks", lambda: found)
+    saved = {n: dataclasses.replace(b, family=dataclasses.replace(SOFTMAX, name=n)) for n, b in named.items()}
+    monkeypatch.setattr("benchmarks.command_line.all_benchmarks", lambda: saved)
     result = run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1")
     assert result.exit_code == 1 and "liars failed" in result.output
     kept = {path.name for path in (tmp_path / "numbers").iterdir()}
@@ -220,7 +220,7 @@ def test_everything_there_is(toy, tmp_path, monkeypatch):
     result = run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1", "--resume")
     assert result.exit_code == 1 and "is of another run: jax was 9." in " ".join(result.output.split())
     assert "liars failed" in result.output and "every answer right" in result.output
-    del found["liars"]
+    del saved["liars"]
     assert run("all", "--folder", str(tmp_path / "numbers"), "--repeats", "1").exit_code == 0
 
 
@@ -238,8 +238,8 @@ def test_a_wrong_answer_is_said_and_exits_with_1(toy, tmp_path, change):
     result = run("softmax", "--peer", "jax-nn", "--peer", "liar", "--repeats", "1", "--json", str(tmp_path / "x.json"))
     assert result.exit_code == 1
     assert "WRONG" in result.output and "liar: wrong" in result.output
-    found = json.loads((tmp_path / "x.json").read_text())["results"]
-    assert {r["contender"] for r in found if r["status"] == "wrong"} == {"liar"}
+    saved = json.loads((tmp_path / "x.json").read_text())["results"]
+    assert {r["contender"] for r in saved if r["status"] == "wrong"} == {"liar"}
 
 
 def test_refusals_and_failures_are_shown(toy):
@@ -262,8 +262,8 @@ def test_what_does_not_fit_the_budget_is_skipped(toy, tmp_path):
     toy(CAUSAL, DOCUMENTS)
     result = run("softmax", "--peer", "none", "--budget", "0", "--json", str(tmp_path / "x.json"))
     assert result.exit_code == 1 and "4 measurements were skipped" in result.output
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert not found["complete"] and {r["reason"] for r in found["results"]} == {TOO_LATE.reason}
+    saved = json.loads((tmp_path / "x.json").read_text())
+    assert not saved["complete"] and {r["reason"] for r in saved["results"]} == {TOO_LATE.reason}
 
 
 def test_a_run_that_was_cut_short_goes_on(toy, tmp_path):
@@ -277,10 +277,10 @@ def test_a_run_that_was_cut_short_goes_on(toy, tmp_path):
     kept.write_text(json.dumps(first))
     result = run(*options)
     assert result.exit_code == 0 and f"\n{CAUSAL.name}, " not in f"\n{result.output}", result.output
-    found = json.loads(kept.read_text())
-    assert found["complete"] and found["cases"].keys() == {CAUSAL.name, DOCUMENTS.name}
-    cells = {(r["case"], r["what"]): r for r in found["results"]}
-    assert len(cells) == len(found["results"]) == 4 and all(r["status"] == "ok" for r in found["results"])
+    saved = json.loads(kept.read_text())
+    assert saved["complete"] and saved["cases"].keys() == {CAUSAL.name, DOCUMENTS.name}
+    cells = {(r["case"], r["what"]): r for r in saved["results"]}
+    assert len(cells) == len(saved["results"]) == 4 and all(r["status"] == "ok" for r in saved["results"])
     assert all(cells[r["case"], r["what"]] == r for r in first["results"] if r["case"] == CAUSAL.name)
 
 
@@ -295,9 +295,9 @@ def test_what_goes_on_loses_nothing(toy, tmp_path):
     kept.write_text(json.dumps(first))
     result = run(*options, "--resume", "--case", CAUSAL.name)
     assert result.exit_code == 0 and "not reached: not measured, the run was cut short" in result.output, result.output
-    found = json.loads(kept.read_text())
-    assert found["cases"] == first["cases"] and found["results"] == first["results"] and not found["complete"]
-    assert found["machine"]["load"] == 77.0
+    saved = json.loads(kept.read_text())
+    assert saved["cases"] == first["cases"] and saved["results"] == first["results"] and not saved["complete"]
+    assert saved["machine"]["load"] == 77.0
 
 
 def test_a_case_that_failed_is_measured_again(toy, tmp_path):
@@ -331,14 +331,14 @@ def test_list_and_unknown_names(toy):
     result = run("softmax", "--list", "--case", "^dense", "--platform", "auto", "--platform", "xla")
     assert result.exit_code == 0 and CAUSAL.name in result.output and DOCUMENTS.name not in result.output
     assert "ejkernel-auto" in result.output and "jax-nn" in result.output
-    for wrong, said in (
+    for wrong, message in (
         ("--peer flesh", "flesh is unknown"),
         ("--platform abacus", "abacus is unknown"),
         ("--case nothing", f"no case matches 'nothing'; there are {CAUSAL.name}"),
         ("--case (", "no regular expression"),
     ):
         result = run("softmax", *wrong.split())
-        assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+        assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("text", ['{"schema": 0}', "# not JSON"])
@@ -350,17 +350,17 @@ def test_a_foreign_file_is_not_shown(tmp_path, text):
     )
 
 
-def said(result) -> str:
+def output_of(result) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_file_that_lacks_something_is_not_shown(tmp_path):
     (tmp_path / "x.json").write_text('{"schema": 2, "results": []}')
     result = run("show", str(tmp_path / "x.json"))
-    assert result.exit_code == 2 and "it has no benchmark, date" in said(result)
+    assert result.exit_code == 2 and "it has no benchmark, date" in output_of(result)
     (tmp_path / "x.json").write_text(json.dumps(KEPT | {"results": [{"case": "dense one", "what": FORWARD}]}))
     result = run("show", str(tmp_path / "x.json"))
-    assert result.exit_code == 2 and "result 1 has no contender, status" in said(result)
+    assert result.exit_code == 2 and "result 1 has no contender, status" in output_of(result)
 
 
 KEPT = {
@@ -389,15 +389,15 @@ def kept(tmp_path):
 
 def test_times_of_another_device_are_refused(kept, tmp_path):
     """Those of a CPU do not belong in a GPU's file, the user's or the shipped one; in one of no device they may be."""
-    for place in ("tuned/nvidia_h200/tuned.json", "tuned/nvidia_h200.json"):
-        result = run("show", str(kept), "--tuned", str(tmp_path / place))
-        assert result.exit_code == 2 and "is for nvidia_h200, and these times are of cpu" in said(result)
-        result = run("softmax", "--quick", "--tuned", str(tmp_path / place))  # before anything is measured
-        assert result.exit_code == 2 and "these times are of cpu" in said(result)
+    for file in ("tuned/nvidia_h200/tuned.json", "tuned/nvidia_h200.json"):
+        result = run("show", str(kept), "--tuned", str(tmp_path / file))
+        assert result.exit_code == 2 and "is for nvidia_h200, and these times are of cpu" in output_of(result)
+        result = run("softmax", "--quick", "--tuned", str(tmp_path / file))  # before anything is measured
+        assert result.exit_code == 2 and "these times are of cpu" in output_of(result)
     assert not list(tmp_path.rglob("*tuned.json"))
-    for place in ("tuned/cpu.json", "mine.json"):
-        assert run("show", str(kept), "--tuned", str(tmp_path / place)).exit_code == 0
-        assert TunedConfigs.load(tmp_path / place).times("flash_attention", "b") == {"xla": 2000.0}
+    for file in ("tuned/cpu.json", "mine.json"):
+        assert run("show", str(kept), "--tuned", str(tmp_path / file)).exit_code == 0
+        assert TunedConfigs.load(tmp_path / file).times("flash_attention", "b") == {"xla": 2000.0}
 
 
 def test_a_run_that_was_cut_short_is_marked(kept, tmp_path):
@@ -418,9 +418,9 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(kept, tmp_path
         ("--tuned", "x" * 300, "cannot be written: File name too long"),
     ):
         result = run("show", str(kept), option, str(tmp_path / path))
-        assert result.exit_code == 2 and message in said(result), result.output
+        assert result.exit_code == 2 and message in output_of(result), result.output
     result = run("softmax", "--json", str(tmp_path / "file" / "x.json"))
-    assert result.exit_code == 2 and "cannot be written: " in said(result)
+    assert result.exit_code == 2 and "cannot be written: " in output_of(result)
     assert {p.name for p in tmp_path.iterdir()} == {"file", "run.json"}
 
 
@@ -456,11 +456,11 @@ def test_a_full_disk_ends_no_run(toy, tmp_path, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 @pytest.mark.parametrize("quick", [True, False])
 def test_cases(backend, quick):
-    found = BENCHMARK.cases(backend, quick)
-    assert len({case.name for case in found}) == len(found)
+    saved = BENCHMARK.cases(backend, quick)
+    assert len({case.name for case in saved}) == len(saved)
     if backend == "gpu":
-        assert all(case.B * case.T == 16384 for case in found if case.group == "dense")
-        assert all(case.H * case.D == 2048 for case in found if case.group == "dense")
+        assert all(case.B * case.T == 16384 for case in saved if case.group == "dense")
+        assert all(case.H * case.D == 2048 for case in saved if case.group == "dense")
 
 
 def test_times_of_one_head_dim_are_not_those_of_another():
@@ -471,12 +471,12 @@ def test_times_of_one_head_dim_are_not_those_of_another():
 
 
 def test_times_are_kept_where_a_call_on_the_device_looks_for_them():
-    """A GPU keeps lengths that are no multiple of eight apart."""
+    """A GPU keeps lengths that are no multiple of eight in buckets of their own."""
     case = next(case for case in BENCHMARK.cases("gpu", False) if case.T == 197)
     with changed(device=named_target("h200")):
         bucket = bucket_of(SOFTMAX, "flash_attention", case)
-    told = explain(lambda arrays: flash_attention(**case.arguments(arrays)), case.structs(), device="h200")
-    assert f"measured for {bucket}:" in told.reason
+    explanation = explain(lambda arrays: flash_attention(**case.arguments(arrays)), case.structs(), device="h200")
+    assert f"measured for {bucket}:" in explanation.reason
     assert bucket != bucket_of(SOFTMAX, "flash_attention", case)
 
 
@@ -499,7 +499,7 @@ def test_flops_count_the_pairs_that_are_seen():
 # Timing and processes ---------------------------------------------------------------------------------------
 
 
-def test_samples_are_taken_in_turns():
+def test_samples_are_interleaved():
     seen = []
 
     def runner(name, seconds):
@@ -509,34 +509,34 @@ def test_samples_are_taken_in_turns():
 
         return run
 
-    found = in_turns({"quick": runner("quick", 0.001), "slow": runner("slow", 2.0)}, repeats=5)
+    saved = interleaved_samples({"quick": runner("quick", 0.001), "slow": runner("slow", 2.0)}, repeats=5)
     assert seen[:4] == [("quick", 1), ("quick", 25), ("quick", 25), ("slow", 1)]  # how many calls make a sample
-    turns = [seen[4 + 2 * n : 6 + 2 * n] for n in range(3)]
-    assert all(sorted(turn) == [("quick", 25), ("slow", 1)] for turn in turns)
-    assert turns[0] != turns[1] or turns[1] != turns[2], "nobody always follows the same one"
-    assert found["quick"].median == pytest.approx(0.001) and len(found["quick"].seconds) == 5
-    assert len(found["slow"].seconds) == 3  # not a close race
+    rounds = [seen[4 + 2 * n : 6 + 2 * n] for n in range(3)]
+    assert all(sorted(one_round) == [("quick", 25), ("slow", 1)] for one_round in rounds)
+    assert rounds[0] != rounds[1] or rounds[1] != rounds[2], "nobody always follows the same one"
+    assert saved["quick"].median == pytest.approx(0.001) and len(saved["quick"].seconds) == 5
+    assert len(saved["slow"].seconds) == 3  # not a close race
     assert timing.Samples([3.0, 1.0, 8.0, 2.0], 1).median == 2.5
 
 
 def test_a_process_that_dies_takes_nothing_with_it():
     items = deque([3, 4])
-    found = dict(spread(die, items, 2, time.monotonic() + 60))
-    assert found == {code: Lost(f"its process ended with exit code {code}") for code in (3, 4)}
+    saved = dict(spread(die, items, 2, time.monotonic() + 60))
+    assert saved == {code: Lost(f"its process ended with exit code {code}") for code in (3, 4)}
 
 
 def test_answers_of_processes_and_items_added_meanwhile():
-    items, found = deque([4]), []
+    items, saved = deque([4]), []
     for item, answer in spread(halves, items, 1, float("inf")):
-        found.append((item, answer))
+        saved.append((item, answer))
         items.extend([8] if answer == 2 and item == 4 else [])
-    assert found == [(4, 2), (4, 1), (8, 4), (8, 2)]
+    assert saved == [(4, 2), (4, 1), (8, 4), (8, 2)]
 
 
 def test_no_process_outlives_the_deadline():
     start = time.monotonic()
-    found = list(spread(sleep, deque([50, 60]), 1, start + 3))
-    assert found[-2:] == [(50, TOO_LATE), (60, TOO_LATE)]
+    saved = list(spread(sleep, deque([50, 60]), 1, start + 3))
+    assert saved[-2:] == [(50, TOO_LATE), (60, TOO_LATE)]
     assert time.monotonic() - start < 20
 
 
@@ -554,21 +554,21 @@ def test_what_was_measured_before_the_time_was_up_is_kept(monkeypatch):
 
     monkeypatch.setattr(measure, "spread", fake)
     job = Job(BENCHMARK.module, "gpu", CAUSAL, None, ["ours", "slow"], 1, "", 0.0)
-    early, late = measure_in_processes([job], 2, 0.0)
-    assert [r.contender for r in early] == ["ours"]
-    assert [(r.contender, r.what, r.status) for r in late] == [
+    measured, skipped = measure_in_processes([job], 2, 0.0)
+    assert [r.contender for r in measured] == ["ours"]
+    assert [(r.contender, r.what, r.status) for r in skipped] == [
         ("ours", BOTH, "skipped"),
         ("slow", FORWARD, "skipped"),
         ("slow", BOTH, "skipped"),
     ]
-    found = {"results": [], "missing": {}, "cases": {CAUSAL.name: {}}}
-    for results in (early, late):
-        report.add(found, results)
-    assert f"ours, {CAUSAL.name}: timed alone, no time was left to take turns" in report.notes(found)
+    saved = {"results": [], "missing": {}, "cases": {CAUSAL.name: {}}}
+    for results in (measured, skipped):
+        report.add(saved, results)
+    assert f"ours, {CAUSAL.name}: timed alone, no time was left to interleave it with others" in report.notes(saved)
 
 
 def test_ours_do_not_wait_for_peers(toy, monkeypatch):
-    """Each is timed alone once it is built; who would be late is not built, and those there take turns."""
+    """Each is timed alone once built; one that would miss the deadline is not built, and the others are interleaved."""
     toy(CAUSAL)
     clock = [0.0]
     monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -577,20 +577,20 @@ def test_ours_do_not_wait_for_peers(toy, monkeypatch):
         clock[0] += 30.0
         return got
 
-    everybody = [contender("ours"), contender("slow", slow), contender("late")]
-    told = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, DeviceLock(), deadline=100.0, early=True))
-    cells = [[(r.contender, r.status, r.alone) for r in some.results] for some in told]
+    everybody = [contender("ours"), contender("slow", slow), contender("too late")]
+    yielded = list(measure.measure(BENCHMARK, CAUSAL, everybody, 2, DeviceLock(), deadline=100.0, alone_first=True))
+    cells = [[(r.contender, r.status, r.alone) for r in some.results] for some in yielded]
     assert cells == [
         [],
         [("ours", "ok", True)] * 2,
         [("slow", "ok", True)] * 2,
-        [("late", "skipped", False)] * 2,
+        [("too late", "skipped", False)] * 2,
         *[[("ours", "ok", False), ("slow", "ok", False)]] * 2,
     ]
-    found = {"results": []}
-    for some in told:
-        report.add(found, some.results)
-    assert len(found["results"]) == 6 and not any(r["alone"] for r in found["results"])
+    saved = {"results": []}
+    for some in yielded:
+        report.add(saved, some.results)
+    assert len(saved["results"]) == 6 and not any(r["alone"] for r in saved["results"])
 
 
 def test_a_case_starts_again_without_what_took_the_device_down(monkeypatch):
@@ -621,30 +621,32 @@ def test_times_order_the_platforms_of_auto(tmp_path, monkeypatch):
     """A run of two platforms, kept in the user's file, decides for shapes near the one measured."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     bucket = "B1-T32-S32-H2-K2-D8-V8-float32-causal"
-    place = {"operations": ["flash_attention"], "bucket": bucket, "config": None}
+    tuning = {"operations": ["flash_attention"], "bucket": bucket, "config": None}
     results = [
         {"case": "c", "what": what, "contender": platform, "status": "ok", "milliseconds": milliseconds}
-        | {"tuning": place | {"platform": platform}}
+        | {"tuning": tuning | {"platform": platform}}
         for platform, times in {"xla": (2.0, 5.0), "triton": (1.0, 7.0)}.items()
         for what, milliseconds in zip((FORWARD, BOTH), times, strict=True)
     ]
-    found = {"results": results, "cases": {"c": {}}, "contenders": {"xla": "xla", "triton": "triton"}}
-    tuned(found).save(user_file("cpu"))
+    saved = {"results": results, "cases": {"c": {}}, "contenders": {"xla": "xla", "triton": "triton"}}
+    tuned(saved).save(user_file("cpu"))
     x = jax.ShapeDtypeStruct((4, 60, 2, 8), "float32")
     with interpret():
-        told = explain(flash_attention, x, x, x, causal=True)
-    assert told.platform == "triton" and told.gradient is not None and told.gradient.platform == "xla"
-    assert told.reason.startswith(f"fastest measured at {bucket}, the nearest to B4-T64")
-    assert told.reason.endswith("triton 1000 us, xla 2000 us")
+        explanation = explain(flash_attention, x, x, x, causal=True)
+    assert (
+        explanation.platform == "triton" and explanation.gradient is not None and explanation.gradient.platform == "xla"
+    )
+    assert explanation.reason.startswith(f"fastest measured at {bucket}, the nearest to B4-T64")
+    assert explanation.reason.endswith("triton 1000 us, xla 2000 us")
 
 
 def test_a_run_of_auto_is_another_of_the_platform_it_took():
     """Its faster time counts, for the passes that it gave to that platform alone."""
 
     def result(contender, platform, what, milliseconds):
-        place = {"operations": ["flash_attention"], "bucket": "b", "config": None, "platform": platform}
-        found = {"case": "c", "what": what, "contender": contender, "status": "ok", "milliseconds": milliseconds}
-        return found | {"tuning": place}
+        tuning = {"operations": ["flash_attention"], "bucket": "b", "config": None, "platform": platform}
+        saved = {"case": "c", "what": what, "contender": contender, "status": "ok", "milliseconds": milliseconds}
+        return saved | {"tuning": tuning}
 
     times = {"xla": (2.0, 5.0), "triton": (1.0, 7.0), "auto": (0.5, 3.0)}
     results = [
@@ -653,8 +655,8 @@ def test_a_run_of_auto_is_another_of_the_platform_it_took():
         for what, milliseconds in zip((FORWARD, BOTH), both, strict=True)
     ]
     took = {FORWARD: "triton", BOTH: "triton, xla"}
-    found = {"results": results, "cases": {"c": {"auto": took}}, "contenders": {name: name for name in times}}
-    entries = tuned(found).entries["flash_attention"]["b"]
+    saved = {"results": results, "cases": {"c": {"auto": took}}, "contenders": {name: name for name in times}}
+    entries = tuned(saved).entries["flash_attention"]["b"]
     assert {name: (e["microseconds"], e["training"]) for name, e in entries.items()} == {
         "xla": (2000.0, 5000.0),
         "triton": (500.0, 7000.0),
@@ -663,7 +665,7 @@ def test_a_run_of_auto_is_another_of_the_platform_it_took():
     took[BOTH] = "triton"
     for one in results:
         one["status"] = "wrong" if (one["contender"], one["what"]) == ("triton", BOTH) else "ok"
-    assert "training" not in tuned(found).entries["flash_attention"]["b"]["triton"]
+    assert "training" not in tuned(saved).entries["flash_attention"]["b"]["triton"]
 
 
 def test_a_few_of_those_measured_are_shown():
@@ -672,7 +674,7 @@ def test_a_few_of_those_measured_are_shown():
     assert result.exit_code == 0 and "ejkernel pallas" in result.output and "fa4-jax" in result.output
     assert "tokamax" not in result.output.split("sm_90")[0]  # what follows names the versions
     result = run("show", kept, "--contender", "abacus")
-    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in said(result)
+    assert result.exit_code == 2 and "no contender matches 'abacus'; there are ejkernel auto" in output_of(result)
 
 
 def test_runs_of_one_device_are_shown_as_one(tmp_path):
@@ -682,15 +684,17 @@ def test_runs_of_one_device_are_shown_as_one(tmp_path):
     assert result.exit_code == 0
     picture = (tmp_path / "both.svg").read_text()
     assert 0 < picture.index("training, ") < picture.index("masked, ")  # in the order of the runs
-    assert "tokamax Mosaic: not installed" not in said(result)  # it was in one of them
+    assert "tokamax Mosaic: not installed" not in output_of(result)  # it was in one of them
 
     other = json.loads(both[1].read_text())
     other["machine"]["device"] = "1 x nvidia_a100 (sm_80)"
     (tmp_path / "other.json").write_text(json.dumps(other))
     result = run("show", str(both[0]), str(tmp_path / "other.json"))
-    assert result.exit_code == 2 and "their devices differ: 1 x nvidia_h200 (sm_90), 1 x nvidia_a100" in said(result)
+    assert result.exit_code == 2 and "their devices differ: 1 x nvidia_h200 (sm_90), 1 x nvidia_a100" in output_of(
+        result
+    )
     result = run("show", str(both[0]), str(both[0]))
-    assert result.exit_code == 2 and "a case is in several of them" in said(result)
+    assert result.exit_code == 2 and "a case is in several of them" in output_of(result)
 
 
 def test_who_measures_is_alone_on_the_device(tmp_path):
@@ -716,10 +720,10 @@ def test_who_measures_is_alone_on_the_device(tmp_path):
         pass
 
 
-def test_nobody_tunes_before_those_who_measure_early(tmp_path):
+def test_nobody_tunes_before_those_who_measure_first(tmp_path):
     """The second waits for the first, which then tunes beside it: neither waits for ever."""
     lock, happened = str(tmp_path / "lock"), []
-    first, second = DeviceLock(lock, early=True), DeviceLock(lock, early=True)
+    first, second = DeviceLock(lock, measures_first=True), DeviceLock(lock, measures_first=True)
 
     def tuned():
         with second.shared():

@@ -45,41 +45,41 @@ def gate(tmp_path):
         new = copy.deepcopy(OLD)
         change(new)
         paths = [tmp_path / name for name in ("old.json", "new.json")]
-        for path, found in zip(paths, (OLD, new), strict=True):
-            path.write_text(json.dumps(found))
+        for path, run in zip(paths, (OLD, new), strict=True):
+            path.write_text(json.dumps(run))
         made = CliRunner().invoke(make_app(), ["compare", *map(str, paths), *options], catch_exceptions=False)
         return made.exit_code, " ".join(made.output.replace("│", " ").split())
 
     return run
 
 
-def slow(found, by, number=0):
-    found["results"][number]["milliseconds"] *= by
+def slow(run, by, number=0):
+    run["results"][number]["milliseconds"] *= by
 
 
 def test_the_same_run_passes(gate):
-    code, said = gate(lambda new: None)
-    assert code == 0 and "3 times of ours, none slower by more than 5%" in said
+    code, output = gate(lambda new: None)
+    assert code == 0 and "3 times of ours, none slower by more than 5%" in output
 
 
 def test_a_slower_cell_of_ours_fails_by_name(gate):
-    code, said = gate(lambda new: slow(new, 1.08))
-    assert code == 1 and f"dense one, forward, {OURS}: 1 ms, now 1.08 ms (1.08 times as long)" in said
-    assert "1 of ours are slower by more than 5%" in said and "1.080" in said
+    code, output = gate(lambda new: slow(new, 1.08))
+    assert code == 1 and f"dense one, forward, {OURS}: 1 ms, now 1.08 ms (1.08 times as long)" in output
+    assert "1 of ours are slower by more than 5%" in output and "1.080" in output
     assert gate(lambda new: slow(new, 1.08), "--within", "10%")[0] == 0
     assert gate(lambda new: slow(new, 1.08), "--within", "0.1")[0] == 0
     assert gate(lambda new: slow(new, 1.08), "--case", "two")[0] == 0
 
 
 def test_a_slower_peer_is_the_machine(gate):
-    code, said = gate(lambda new: slow(new, 2.0, number=3))
-    assert code == 0 and "2.000" in said
+    code, output = gate(lambda new: slow(new, 2.0, number=3))
+    assert code == 0 and "2.000" in output
 
 
 @pytest.mark.parametrize("status", ["wrong", "failed"])
 def test_an_answer_that_broke_fails(gate, status):
-    code, said = gate(lambda new: new["results"][1].update(status=status, reason="on fire"))
-    assert code == 1 and f"dense one, forward + backward, {OURS}: {status} on fire" in said
+    code, output = gate(lambda new: new["results"][1].update(status=status, reason="on fire"))
+    assert code == 1 and f"dense one, forward + backward, {OURS}: {status} on fire" in output
 
 
 def test_cells_on_one_side_are_said(gate):
@@ -88,27 +88,27 @@ def test_cells_on_one_side_are_said(gate):
         new["results"][2].update(status="skipped", milliseconds=None, reason="no time was left")
         new["cases"]["dense three"] = FACTS
 
-    code, said = gate(change)
+    code, output = gate(change)
     assert code == 0
-    assert f"dense one, forward, {OURS}: only in the old run" in said
-    assert f"dense two, forward, {OURS}: only in the old run (skipped no time was left)" in said
-    assert f"dense three, forward, {OURS}: only in the new run" in said
+    assert f"dense one, forward, {OURS}: only in the old run" in output
+    assert f"dense two, forward, {OURS}: only in the old run (skipped no time was left)" in output
+    assert f"dense three, forward, {OURS}: only in the new run" in output
 
 
 def test_nothing_in_common_fails(gate):
-    code, said = gate(lambda new: new.update(results=[]))
-    assert code == 1 and "no time of ours in common" in said
+    code, output = gate(lambda new: new.update(results=[]))
+    assert code == 1 and "no time of ours in common" in output
 
 
 def test_runs_of_different_things_are_refused(gate):
-    code, said = gate(lambda new: new["machine"].update(device="1 x nvidia_h100 (sm_90)"))
-    assert code == 2 and "different devices: 1 x nvidia_h200 (sm_90) and 1 x nvidia_h100 (sm_90)" in said
-    code, said = gate(lambda new: new.update(benchmark="paged"))
-    assert code == 2 and "different benchmarks: softmax and paged" in said
+    code, output = gate(lambda new: new["machine"].update(device="1 x nvidia_h100 (sm_90)"))
+    assert code == 2 and "different devices: 1 x nvidia_h200 (sm_90) and 1 x nvidia_h100 (sm_90)" in output
+    code, output = gate(lambda new: new.update(benchmark="paged"))
+    assert code == 2 and "different benchmarks: softmax and paged" in output
     assert gate(lambda new: new["machine"].update(jax="0.12.0"))[1].count("jax: 0.11.2, then 0.12.0") == 1
 
 
 @pytest.mark.parametrize("within", ["fast", "-1%", "nan", "inf"])
 def test_a_share_that_is_none(gate, within):
-    code, said = gate(lambda new: None, f"--within={within}")
-    assert code == 2 and "is no share such as 5%" in said
+    code, output = gate(lambda new: None, f"--within={within}")
+    assert code == 2 and "is no share such as 5%" in output

@@ -34,15 +34,15 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "4 measurements, every answer right" in result.output
     assert "temporary memory, MB" in result.output and "training, training step, ktoken/s" in result.output
-    found = json.loads(kept.read_text())
-    cells = {(r["case"], r["contender"]): r for r in found["results"]}
+    saved = json.loads(kept.read_text())
+    cells = {(r["case"], r["contender"]): r for r in saved["results"]}
     packed, decode = (case.name for case in all_cases("cpu", True))
     for contender in ("ejkernel auto", "jax.nn (XLA)"):
         step, loop = cells[packed, contender], cells[decode, contender]
         assert {*step["errors"]} == {"out", *(f"d{name}" for name in TRAINED)} and step["temporary_megabytes"] > 0
         assert step["rate"] == pytest.approx(128 / step["milliseconds"], rel=1e-3)
         assert loop["rate"] == pytest.approx(4 * 8 / loop["milliseconds"], rel=1e-3)
-    assert found["cases"][packed]["auto"] == {TRAINING: "xla"}
+    assert saved["cases"][packed]["auto"] == {TRAINING: "xla"}
     # it is of no single call: nothing for auto to learn
     assert (
         "our times" in CliRunner().invoke(make_app(), ["show", str(kept), "--tuned", str(tmp_path / "t.json")]).output
@@ -53,12 +53,12 @@ def test_a_whole_run(tmp_path, monkeypatch):
 def test_a_step_moves_the_weights():
     problem = Model(PACKED)
     step = passes_of(lambda arrays: training(PACKED, arrays, None), TRAINING, TRAINED)
-    found = jax.jit(step)(problem.arrays)
-    moved = problem.arrays["w_up"] - LEARNING_RATE * found["dw_up"]
-    np.testing.assert_allclose(found["new w_up"], moved, rtol=1e-6)
+    saved = jax.jit(step)(problem.arrays)
+    moved = problem.arrays["w_up"] - LEARNING_RATE * saved["dw_up"]
+    np.testing.assert_allclose(saved["new w_up"], moved, rtol=1e-6)
     losses, gradients = problem.truths(DeviceLock())
-    assert losses.error("out", found["out"]).ok
-    assert all(gradients.error(f"d{name}", found[f"d{name}"]).ok for name in TRAINED)
+    assert losses.error("out", saved["out"]).ok
+    assert all(gradients.error(f"d{name}", saved[f"d{name}"]).ok for name in TRAINED)
     # documents that see one another
     wrong = jax.jit(partial(training, PACKED, platform=None))(
         {n: x for n, x in problem.arrays.items() if n != "offsets"}
@@ -79,14 +79,14 @@ def test_a_loop_that_forgets_a_token_is_wrong():
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_cases_of_a_gpu(quick):
-    found = all_cases("gpu", quick)
-    assert [case.group for case in found] == ["training", "decode", "training"]
-    for case in found:
+    saved = all_cases("gpu", quick)
+    assert [case.group for case in saved] == ["training", "decode", "training"]
+    for case in saved:
         function = BENCHMARK.family.function(case.operations[0])
-        told = explain(lambda given, f=function, c=case: f(c, given, None), case.structs(), device="h200")
-        assert told.platform in ("triton", "cudnn", "pallas", "cute"), told
+        explanation = explain(lambda given, f=function, c=case: f(c, given, None), case.structs(), device="h200")
+        assert explanation.platform in ("triton", "cudnn", "pallas", "cute"), explanation
         assert case.amount(case.passes[0]) == (32 * 32 if case.decodes else 16384)
-    assert {*choice(BENCHMARK.family, found[0])} == {TRAINING}
+    assert {*choice(BENCHMARK.family, saved[0])} == {TRAINING}
 
 
 def test_who_takes_part():
@@ -101,7 +101,7 @@ def test_who_takes_part():
 @pytest.mark.parametrize("benchmark, several", [(BENCHMARK, False), (SOFTMAX, True)])
 def test_on_a_gpu_a_model_is_compiled_beside_nobody_who_measures(benchmark, several, monkeypatch):
     used = []
-    monkeypatch.setattr(measure, "measure_here", lambda *_: used.append(False) or [])
+    monkeypatch.setattr(measure, "measure_in_this_process", lambda *_: used.append(False) or [])
     monkeypatch.setattr(measure, "measure_in_processes", lambda *_: used.append(True) or [])
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert list(_measured(benchmark, "gpu", [], [], Options(), float("inf"))) == [] and used == [several]

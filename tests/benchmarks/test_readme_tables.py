@@ -12,8 +12,8 @@ from ejkernel.ops import list_operations, support_table
 
 
 def test_tables_are_current():
-    found = tables.outdated(tables.pages(), write=False)
-    assert not found, f"run `make tables`: {found}"
+    outdated = tables.outdated(tables.pages(), write=False)
+    assert not outdated, f"run `make tables`: {outdated}"
 
 
 def test_every_family_has_a_readme_with_its_tables():
@@ -44,14 +44,14 @@ def test_what_was_measured_comes_from_its_file(tmp_path, monkeypatch):
     readme = tmp_path / "README.md"
     readme.write_text("<!-- benchmark:softmax_abacus -->\nstale\n<!-- /benchmark -->\n")
     assert not tables.outdated([readme], write=True) and "stale" in readme.read_text()
-    found = {
+    run = {
         "benchmark": "softmax",
         "date": "2026-11-15",
         "machine": {"device": "abacus"},
         "contenders": {"beads": "xla"},
     }
-    found |= {"schema": SCHEMA, "missing": {"fingers": "not installed"}, "cases": {}, "results": [], "complete": True}
-    (tmp_path / "softmax_abacus.json").write_text(json.dumps(found))
+    run |= {"schema": SCHEMA, "missing": {"fingers": "not installed"}, "cases": {}, "results": [], "complete": True}
+    (tmp_path / "softmax_abacus.json").write_text(json.dumps(run))
     assert tables.outdated([readme], write=True) == [readme]
     assert "abacus" in readme.read_text() and "- fingers: not installed\n<!-- /benchmark -->" in readme.read_text()
 

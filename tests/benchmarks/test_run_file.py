@@ -25,7 +25,7 @@ RESULTS = [
     Result("dense one", FORWARD, "cuDNN", "refused", "on fire"),
     Result("dense two", FORWARD, "cuDNN", "ok", "", 1.0, 2.0, [1.0], 3, 4.0, 5.0, alone=True),
 ]
-WHOLE: dict[str, Any] = {
+INTACT: dict[str, Any] = {
     "schema": 2,
     "benchmark": "softmax",
     "date": "2026-11-15",
@@ -44,30 +44,30 @@ def shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a short name is not broken over two lines
 
     def run(text: str) -> list[tuple[int, str]]:
-        damaged, whole = Path("damaged.json"), Path("whole.json")
+        damaged, intact = Path("damaged.json"), Path("intact.json")
         damaged.write_bytes(text.encode("utf-8", "surrogateescape"))
-        whole.write_text(json.dumps(WHOLE))
-        found = []
-        for command in (["show", damaged], ["compare", whole, damaged]):
+        intact.write_text(json.dumps(INTACT))
+        outcomes = []
+        for command in (["show", damaged], ["compare", intact, damaged]):
             made = CliRunner().invoke(make_app(), [*map(str, command)], catch_exceptions=False)
-            found.append((made.exit_code, " ".join(made.output.replace("│", " ").split())))
-        return found
+            outcomes.append((made.exit_code, " ".join(made.output.replace("│", " ").split())))
+        return outcomes
 
     return run
 
 
 def changed(where: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """The whole run but for one value; ... takes it out."""
-    found = copy.deepcopy(WHOLE)
+    """The intact run but for one value; ... takes it out."""
+    run = copy.deepcopy(INTACT)
     *path, last = where
-    place: Any = found
+    container: Any = run
     for name in path:
-        place = place[name]
+        container = container[name]
     if value is ...:
-        del place[last]
+        del container[last]
     else:
-        place[last] = value
-    return found
+        container[last] = value
+    return run
 
 
 DAMAGED = {
@@ -100,15 +100,15 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("where", "value", "said"), DAMAGED.values(), ids=DAMAGED)
-def test_what_is_wrong_is_said(shown, where, value, said):
+@pytest.mark.parametrize(("where", "value", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_what_is_wrong_is_said(shown, where, value, message):
     for code, output in shown(json.dumps(changed(where, value))):
-        assert code == 2 and "damaged.json does not hold what --json keeps: " in output and said in output
+        assert code == 2 and "damaged.json does not hold what --json keeps: " in output and message in output
 
 
 BROKEN = {
     "empty": "",
-    "cut": json.dumps(WHOLE)[:700],
+    "cut": json.dumps(INTACT)[:700],
     "deep": "[" * 100_000,
     "binary": "\udc80\udcff",
     "list": "[]",
@@ -136,33 +136,33 @@ def test_names_are_no_markup(shown):
     assert [code for code, _ in shown(json.dumps(named))] == [0, 0]
 
 
-def places(found: Any) -> Iterator[tuple[Any, ...]]:
+def paths(value: Any) -> Iterator[tuple[Any, ...]]:
     """The path of every value."""
-    inner = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
-    for name, value in inner:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inner:
         yield (name,)
-        yield from ((name, *rest) for rest in places(value))
+        yield from ((name, *inner_path) for inner_path in paths(part))
 
 
 @pytest.mark.parametrize("value", [..., None, -1, 10**400, NAN, "x", ["x"], {}])
 def test_what_is_read_can_be_shown(tmp_path, value):
     """Whatever one value is: the file is refused, or everything can be made of it."""
     path = tmp_path / "x.json"
-    for where in places(WHOLE):
+    for where in paths(INTACT):
         path.write_text(json.dumps(changed(where, value)))
         try:
-            found = report.load(path)
+            run = report.load(path)
         except ValueError:
             continue
-        assert report.markdown(found) and report.kinds(found) and report.failures(found) is not None
-        report.tuned(found).save(tmp_path / "tuned.json")
-        other = changed(("cases",), {}) | {"results": [], "machine": WHOLE["machine"] | found["machine"]}
-        assert report.markdown(report.joined([found, other]))
-        for old, new in ((found, WHOLE), (WHOLE, found)):
+        assert report.markdown(run) and report.kinds(run) and report.failures(run) is not None
+        report.tuned(run).save(tmp_path / "tuned.json")
+        other = changed(("cases",), {}) | {"results": [], "machine": INTACT["machine"] | run["machine"]}
+        assert report.markdown(report.joined([run, other]))
+        for old, new in ((run, INTACT), (INTACT, run)):
             made = compare.compare(old, new)
             assert compare.grid(made, 0.05) and compare.differences(old, new) is not None
 
 
-def test_runs_that_are_kept_here_are_whole():
+def test_the_runs_of_this_repository_are_intact():
     for path in ROOT.glob("benchmarks/results/*.json"):
         assert report.load(path)["results"]

@@ -18,14 +18,14 @@ from tolerances import assert_close
 @pytest.mark.parametrize("group", ["shared blocks", "random blocks"])
 def test_blocks_are_different_and_neighbours_share_them(group):
     case = native_sparse.Case(group, 4096, 2, 2, 16, 8, "float32")
-    found = native_sparse.drawn_blocks(case)[0]  # (T, Hkv, K)
+    blocks = native_sparse.drawn_blocks(case)[0]  # (T, Hkv, K)
     own_block = np.arange(case.T) // native_sparse.BLOCK
-    assert found.shape == (4096, 2, 8) and found.min() == -1 and (found <= own_block[:, None, None]).all()
-    ordered = np.sort(found, -1)
+    assert blocks.shape == (4096, 2, 8) and blocks.min() == -1 and (blocks <= own_block[:, None, None]).all()
+    ordered = np.sort(blocks, -1)
     assert ((np.diff(ordered) > 0) | (ordered[..., 1:] < 0)).all()
-    assert ((found >= 0).sum(-1) == np.minimum(own_block + 1, 8)[:, None]).all()
-    late = found[2048:]
-    kept = np.mean([len({*a} & {*b}) / 8 for a, b in zip(late[:-1, 0], late[1:, 0], strict=True)])
+    assert ((blocks >= 0).sum(-1) == np.minimum(own_block + 1, 8)[:, None]).all()
+    later = blocks[2048:]
+    kept = np.mean([len({*a} & {*b}) / 8 for a, b in zip(later[:-1, 0], later[1:, 0], strict=True)])
     assert 0.89 < kept < 0.93 if group == "shared blocks" else kept < 0.25
 
 
@@ -61,11 +61,11 @@ def test_errors_on_the_host_are_those_on_the_device():
     exact = {"out": draw((3, 5), np.float32)}
     naive = {"out": exact["out"].astype(jnp.bfloat16)}
     got = (exact["out"] + 0.01).astype(jnp.bfloat16)
-    there = Truth.of(jax.tree.map(jnp.asarray, exact), jax.tree.map(jnp.asarray, naive))
-    here = Truth.of(exact, naive)
-    assert (here.naive, here.floor) == (there.naive, there.floor)
-    assert here.error("out", got) == there.error("out", jnp.asarray(got))
-    assert not here.error("out", np.full((3, 5), np.nan)).ok
+    on_device = Truth.of(jax.tree.map(jnp.asarray, exact), jax.tree.map(jnp.asarray, naive))
+    on_host = Truth.of(exact, naive)
+    assert (on_host.naive, on_host.floor) == (on_device.naive, on_device.floor)
+    assert on_host.error("out", got) == on_device.error("out", jnp.asarray(got))
+    assert not on_host.error("out", np.full((3, 5), np.nan)).ok
 
 
 @pytest.mark.parametrize("case", [

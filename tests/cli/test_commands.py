@@ -107,8 +107,8 @@ def test_python_runs_it_as_a_module():
 )
 def test_a_slip_is_told_what_is_meant(command, meant):
     result = run(*command.split())
-    said = " ".join(result.output.replace("│", " ").split())
-    assert result.exit_code == 2 and re.search(rf"([Dd]id you mean|Possible options:).* '?{meant}", said), said
+    shown = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and re.search(rf"([Dd]id you mean|Possible options:).* '?{meant}", shown), shown
 
 
 def test_info_names_devices_versions_and_every_platform():

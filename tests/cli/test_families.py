@@ -24,13 +24,13 @@ PACKAGE = Path(ejkernel.__file__).parent
 def test_no_family_is_known_by_name(package):
     names = [*families(), *(package.split(".")[-1] for package in FAMILIES), *list_operations()]
     pattern = re.compile(f"(?<![a-z])({'|'.join(names)})(?![a-z])")  # a ring is not in a string
-    found = [
+    named = [
         f"{path.name}:{number}: {line.strip()}"
         for path in sorted((PACKAGE / package).rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if pattern.search(line)
     ]
-    assert not found
+    assert not named
 
 
 def test_every_operation_is_in_a_family_and_can_be_described():
@@ -57,7 +57,7 @@ def toy(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU or TPU")
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "expected"),
     {
         "explain decayed_sum --length 16 --decay 0.9": "decayed_sum on cpu: xla",
         "verify decayed_sum": "all 1 checks passed",
@@ -67,10 +67,10 @@ def toy(monkeypatch, tmp_path):
     }.items(),
     ids=str,
 )
-def test_a_new_family_needs_no_other_line(toy, command, said):
+def test_a_new_family_needs_no_other_line(toy, command, expected):
     code, output = toy(*command.split())
     assert code == 0, output
-    assert said in output
+    assert expected in output
 
 
 def test_families_that_disagree_on_an_option(monkeypatch):

@@ -54,10 +54,10 @@ def kept():
 
 
 def test_a_call_of_some_sizes(measured):
-    code, said = tune("flash_attention", *SIZES)
+    code, output = tune("flash_attention", *SIZES)
     assert code == 0 and len(measured) == 3
-    assert f"800 us with {FAST}, of 3 configs, 2.50 times as fast as the default (2000 us)" in said
-    assert "cudnn: not on cudnn: needs an NVIDIA GPU" in said and said.endswith("tuned/cpu.json")
+    assert f"800 us with {FAST}, of 3 configs, 2.50 times as fast as the default (2000 us)" in output
+    assert "cudnn: not on cudnn: needs an NVIDIA GPU" in output and output.endswith("tuned/cpu.json")
     assert [*kept()] == ["flash_attention"]
     (entry,) = kept()["flash_attention"].values()
     assert entry["xla"]["config"] == dataclasses.asdict(FAST) and entry["xla"]["training"] == pytest.approx(600)
@@ -65,16 +65,16 @@ def test_a_call_of_some_sizes(measured):
 
 def test_what_is_known_is_measured_on_request_only(measured):
     tune("flash_attention", *SIZES)
-    code, said = tune("flash_attention", *SIZES)
-    assert code == 0 and "already tuned, --again measures it again" in said and len(measured) == 3
+    code, output = tune("flash_attention", *SIZES)
+    assert code == 0 and "already tuned, --again measures it again" in output and len(measured) == 3
     assert tune("flash_attention", *SIZES, "--again")[0] == 0 and len(measured) == 6
 
 
 def test_the_typical_calls_of_a_family(measured):
     """Kept for every operation that has these kernels."""
-    code, said = tune("softmax")
-    assert code == 0 and "2 tuned, kept in" in said and {T for T, _ in measured} == {8, 32}
-    assert said.count("not on cudnn") == 1
+    code, output = tune("softmax")
+    assert code == 0 and "2 tuned, kept in" in output and {T for T, _ in measured} == {8, 32}
+    assert output.count("not on cudnn") == 1
     assert kept()["flash_attention"] == kept()["scaled_dot_product_attention"] and len(kept()["flash_attention"]) == 2
 
 
@@ -84,14 +84,14 @@ def test_the_typical_calls_of_an_operation(measured):
 
 
 def test_an_operation_made_of_anothers_calls(measured):
-    """A device's part is measured, and kept under the name that it is looked up by."""
-    code, said = tune("ring_attention", *SIZES)
-    assert code == 0 and len(measured) == 3 and "1 tuned, kept in" in said
+    """The call of one device is measured, and kept under the name that it is looked up by."""
+    code, output = tune("ring_attention", *SIZES)
+    assert code == 0 and len(measured) == 3 and "1 tuned, kept in" in output
     assert [*kept()] == ["flash_attention"]
-    code, said = tune("ring_attention", *SIZES)
-    assert code == 0 and "already tuned, --again measures it again" in said and len(measured) == 3
-    said = CliRunner().invoke(app, ["explain", "ring_attention", *SIZES]).output
-    assert f"config: {FAST} (from the user's tuned file)" in " ".join(said.split())
+    code, output = tune("ring_attention", *SIZES)
+    assert code == 0 and "already tuned, --again measures it again" in output and len(measured) == 3
+    output = CliRunner().invoke(app, ["explain", "ring_attention", *SIZES]).output
+    assert f"config: {FAST} (from the user's tuned file)" in " ".join(output.split())
 
 
 def test_an_interrupt_keeps_what_was_done(measured, monkeypatch):
@@ -103,12 +103,12 @@ def test_an_interrupt_keeps_what_was_done(measured, monkeypatch):
         return made_up(operation, implementation, call, config, arrays)
 
     monkeypatch.setattr(tuning, "_measure", measure)
-    code, said = tune("flash_attention")
-    assert code == 130 and "1 tuned, kept in" in said
+    code, output = tune("flash_attention")
+    assert code == 130 and "1 tuned, kept in" in output
     assert len(kept()["flash_attention"]) == 1
     monkeypatch.setattr(tuning, "_measure", made_up)
-    code, said = tune("flash_attention")
-    assert code == 0 and said.count("already tuned") == 1 and len(kept()["flash_attention"]) == 2
+    code, output = tune("flash_attention")
+    assert code == 0 and output.count("already tuned") == 1 and len(kept()["flash_attention"]) == 2
 
 
 def test_the_default_may_be_the_fastest_or_fail(measured, monkeypatch):
@@ -121,15 +121,15 @@ def test_the_default_may_be_the_fastest_or_fail(measured, monkeypatch):
         return (0.001,)
 
     monkeypatch.setattr(tuning, "_measure", measure)
-    code, said = tune("flash_attention", *SIZES, "--again")
-    assert code == 0 and "3 configs, 2 of which failed; the default failed: MemoryError: too large" in said
+    code, output = tune("flash_attention", *SIZES, "--again")
+    assert code == 0 and "3 configs, 2 of which failed; the default failed: MemoryError: too large" in output
 
     def broken(*arguments):
         raise MemoryError("too large")
 
     monkeypatch.setattr(tuning, "_measure", broken)
-    code, said = tune("flash_attention", *SIZES, "--again")
-    assert code == 1 and "no config of flash_attention on xla could be measured" in said
+    code, output = tune("flash_attention", *SIZES, "--again")
+    assert code == 1 and "no config of flash_attention on xla could be measured" in output
 
 
 @pytest.mark.parametrize("device", ["h200", "v5e", None])
@@ -148,8 +148,8 @@ def test_typical_calls_can_be_described_and_run_somewhere(name, device):
 @pytest.mark.filterwarnings("ignore:tuned configs could not be saved")
 def test_what_cannot_be_kept_is_said(measured, tmp_path):
     user_file("cpu").parent.write_text("in the way")
-    code, said = tune("flash_attention", *SIZES)
-    assert code == 1 and "1 tuned, could not be kept in" in said
+    code, output = tune("flash_attention", *SIZES)
+    assert code == 1 and "1 tuned, could not be kept in" in output
 
 
 @pytest.mark.parametrize(
@@ -163,5 +163,5 @@ def test_what_cannot_be_kept_is_said(measured, tmp_path):
     ],
 )
 def test_what_cannot_be_tuned(measured, command, code, message):
-    found, said = tune(*command.split())
-    assert found == code and message in said and not measured
+    exit_code, output = tune(*command.split())
+    assert exit_code == code and message in output and not measured

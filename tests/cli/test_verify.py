@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel.cli import verify
 from ejkernel.cli.families import families
-from ejkernel.cli.verify import CHECK, TIME, _Foreman, _Piece
+from ejkernel.cli.verify import CHECK, TIME, _Job, _Scheduler
 from ejkernel.cli.workers import Lost
 from ejkernel.family import Error
 from ejkernel.kernels.pooling import checks as pooling
@@ -32,10 +32,12 @@ class Source:
 
 
 def outcomes(*checks):
-    """Of the checks, and the names in the order in which they were heard of."""
-    heard = []
-    found = verify.verify([(check, ["xla"]) for check in checks], lambda outcome: heard.append(outcome.check.name))
-    return found, heard
+    """Of the checks, and their names in the order in which they were reported."""
+    reported = []
+    all_outcomes = verify.verify(
+        [(check, ["xla"]) for check in checks], lambda outcome: reported.append(outcome.check.name)
+    )
+    return all_outcomes, reported
 
 
 def test_processes_find_what_threads_find(monkeypatch, xla_flags):
@@ -43,17 +45,17 @@ def test_processes_find_what_threads_find(monkeypatch, xla_flags):
     monkeypatch.setenv("XLA_FLAGS", xla_flags)
     threads, _ = outcomes(SMALL, HALF, POOLED)
     monkeypatch.setattr(verify, "_processes", lambda: 2)
-    processes, heard = outcomes(SMALL, HALF, POOLED)
-    assert sorted(heard) == ["half", "pooled", "small"]
+    processes, reported = outcomes(SMALL, HALF, POOLED)
+    assert sorted(reported) == ["half", "pooled", "small"]
     for one, other in zip(threads, processes, strict=True):
         assert one.ok and other.seconds is not None
         assert (other.peer_seconds is None) == (other.check.peer is None)
         assert (one.check, one.platform, one.crash) == (other.check, other.platform, other.crash)
-        for there, here in ((one.output, other.output), (one.gradient, other.gradient)):
-            assert (there is None) == (here is None)
-            if there is not None and here is not None:
-                assert abs(there.error - here.error) <= 0.2 * there.limit
-                assert there.limit == pytest.approx(here.limit, rel=0.2)
+        for in_thread, in_process in ((one.output, other.output), (one.gradient, other.gradient)):
+            assert (in_thread is None) == (in_process is None)
+            if in_thread is not None and in_process is not None:
+                assert abs(in_thread.error - in_process.error) <= 0.2 * in_thread.limit
+                assert in_thread.limit == pytest.approx(in_process.limit, rel=0.2)
 
 
 def test_a_process_that_dies_takes_one_check_with_it(monkeypatch):
@@ -75,7 +77,7 @@ def test_definitions_and_peers_need_no_mode_of_the_user(family, monkeypatch):
     """They are traced and lowered in JAX's usual rules, whatever ours is checked in."""
 
     def lowered(function, inputs, options=None):
-        program = jax.jit(verify._step(function, check.differentiable)).lower(*inputs)
+        program = jax.jit(verify._both_passes(function, check.differentiable)).lower(*inputs)
         return lambda *_: program.out_info
 
     monkeypatch.setattr(jax, "device_get", lambda shapes: shapes)
@@ -99,58 +101,58 @@ def test_who_took_its_device_down_does_no_more(monkeypatch):
     assert after.ok and after.seconds is not None
 
 
-class Crew:
-    """A foreman of workers that do nothing."""
+class Workers:
+    """A scheduler, and workers that do nothing but note what they are asked."""
 
-    def __init__(self, count, *pieces, slow=()):
-        given = [_Piece(number, replace(SMALL, slow=number in slow), platform) for number, platform in pieces]
-        self.foreman = _Foreman(given, lambda _: None)
+    def __init__(self, count, *jobs, slow=()):
+        given = [_Job(number, replace(SMALL, slow=number in slow), platform) for number, platform in jobs]
+        self.scheduler = _Scheduler(given, lambda _: None)
         for _ in range(count):
-            self.foreman.hire()
-        self.orders = {}
+            self.scheduler.start_worker()
+        self.requests = {}
 
-    def heard(self):
-        """What the workers are told now; None stands for the end."""
-        while self.foreman.hired:
-            worker, orders = self.foreman.hired.popleft()
-            self.orders[worker] = orders
-        told = {}
-        for worker in [worker for worker, orders in self.orders.items() if orders.poll()]:
+    def requested(self):
+        """What each worker is asked to do now; None stands for the end."""
+        while self.scheduler.starting:
+            worker, requests = self.scheduler.starting.popleft()
+            self.requests[worker] = requests
+        received = {}
+        for worker in [worker for worker, requests in self.requests.items() if requests.poll()]:
             try:
-                told[worker] = self.orders[worker].recv()
+                received[worker] = self.requests[worker].recv()
             except EOFError:
-                told[worker] = self.orders.pop(worker).close()
-        return told
+                received[worker] = self.requests.pop(worker).close()
+        return received
 
-    def says(self, worker, answer):
-        self.foreman.hear(worker, answer)
-        return self.heard()
+    def answer(self, worker, answer):
+        self.scheduler.on_answer(worker, answer)
+        return self.requested()
 
 
-FOUND = {"output": Error(0.0, 0.0, 1.0), "gradient": None}
+FIELDS = {"output": Error(0.0, 0.0, 1.0), "gradient": None}
 
 
 def test_workers_stay_with_the_checks_they_know():
-    crew = Crew(2, (0, "xla"), (1, "xla"), (1, "triton"), (1, "pallas"), (2, "xla"))
-    assert crew.heard() == {0: (CHECK, 1), 1: (CHECK, 0)}  # the one with most pieces first
-    assert crew.says(0, FOUND) == {0: (CHECK, 2)}
-    assert crew.says(1, FOUND) == {1: (CHECK, 4)}
-    assert crew.says(1, FOUND) == {1: (CHECK, 3)}  # nobody else has got to it
+    workers = Workers(2, (0, "xla"), (1, "xla"), (1, "triton"), (1, "pallas"), (2, "xla"))
+    assert workers.requested() == {0: (CHECK, 1), 1: (CHECK, 0)}  # the one with most jobs first
+    assert workers.answer(0, FIELDS) == {0: (CHECK, 2)}
+    assert workers.answer(1, FIELDS) == {1: (CHECK, 4)}
+    assert workers.answer(1, FIELDS) == {1: (CHECK, 3)}  # nobody else has got to it
 
 
 def test_slow_checks_are_begun_first():
-    crew = Crew(1, (0, "xla"), (0, "triton"), (1, "xla"), slow=(1,))
-    assert crew.heard() == {0: (CHECK, 2)}
+    workers = Workers(1, (0, "xla"), (0, "triton"), (1, "xla"), slow=(1,))
+    assert workers.requested() == {0: (CHECK, 2)}
 
 
 def test_times_are_taken_one_at_a_time_when_all_is_checked():
-    crew = Crew(3, (0, "xla"), (0, "triton"), (0, None))
-    assert crew.heard() == {n: (CHECK, n) for n in range(3)}
-    assert crew.says(0, FOUND) == crew.says(2, {}) == {}
-    assert crew.says(1, FOUND) == {1: (TIME, 1)}
-    assert crew.says(0, Lost("killed while it waited")) == {0: None}
-    assert crew.says(1, Lost("killed")) == {1: None, 2: (TIME, 2)}
-    assert crew.says(2, {"seconds": 3.0}) == {2: None}
-    xla, triton = crew.foreman.outcomes()
+    workers = Workers(3, (0, "xla"), (0, "triton"), (0, None))
+    assert workers.requested() == {n: (CHECK, n) for n in range(3)}
+    assert workers.answer(0, FIELDS) == workers.answer(2, {}) == {}
+    assert workers.answer(1, FIELDS) == {1: (TIME, 1)}
+    assert workers.answer(0, Lost("killed while it waited")) == {0: None}
+    assert workers.answer(1, Lost("killed")) == {1: None, 2: (TIME, 2)}
+    assert workers.answer(2, {"seconds": 3.0}) == {2: None}
+    xla, triton = workers.scheduler.outcomes()
     assert xla.ok and (xla.seconds, xla.peer_seconds) == (None, 3.0)
     assert triton.crash == "while it was timed: killed"

@@ -18,7 +18,7 @@ from ejkernel.cli.families import families, known_functions
 from ejkernel.cli.sizes import with_sizes
 from ejkernel.cli.tune import tune
 
-SAYS = "Attention for JAX: what runs here, and how well."
+SUMMARY = "Attention for JAX: what runs here, and how well."
 
 if TYPE_CHECKING:
     from ejkernel.cli.verify import Outcome
@@ -37,10 +37,10 @@ def info() -> None:
     for name, path in facts.tuned_files().items():
         table.add_row(f"tuned configs, {name}", path)
     console.print(table)
-    table = screen.table("platform", "here", "operations, or why not", title="Platforms")
+    table = screen.table("platform", "works here", "operations, or why not", title="Platforms")
     for platform, works in facts.platforms().items():
-        here = "[green]yes[/]" if works.operations else "[yellow]no[/]"
-        table.add_row(platform, here, escape("\n".join(works.operations or works.reasons)))
+        answer = "[green]yes[/]" if works.operations else "[yellow]no[/]"
+        table.add_row(platform, answer, escape("\n".join(works.operations or works.reasons)))
     console.print(table)
 
 
@@ -49,7 +49,7 @@ def verify(
     platform: CheckedPlatform = None,
 ) -> None:
     """Check every operation on every platform that works here against its definition, and time it against jax.nn."""
-    # JAX would take most of a GPU's memory, which is for several processes
+    # by default a process takes most of a GPU's memory when JAX starts, and several share it here
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from rich.progress import Progress
 
@@ -94,7 +94,7 @@ def _outcome_table(outcomes: "list[Outcome]") -> Table:
 
     right, names = ("output error", "gradient error", "time", "speed"), ("case", "platform", "dtype")
     compact = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    table = screen.table(*names, *right, "", right=right, whole=names, title="Against the definition", **compact)
+    table = screen.table(*names, *right, "", right=right, unbroken=names, title="Against the definition", **compact)
     operation = None
     for o in outcomes:
         if o.check.operation != operation:  # a row of its own: beside the case it would need the width of the numbers
@@ -104,8 +104,8 @@ def _outcome_table(outcomes: "list[Outcome]") -> Table:
         named = (o.check.name, o.platform, o.check.dtype)
         time = "" if o.seconds is None else f"{o.seconds * 1e3:.1f} ms"
         ratio = f"{o.peer_seconds / o.seconds:.1f}x" if o.seconds and o.peer_seconds else ""
-        said = "[green]ok[/]" if o.ok else "[red]FAILED[/]"
-        table.add_row(*named, _error(o.output), _error(o.gradient), time, ratio, said)
+        verdict = "[green]ok[/]" if o.ok else "[red]FAILED[/]"
+        table.add_row(*named, _error(o.output), _error(o.gradient), time, ratio, verdict)
     table.caption = (
         "Errors are the largest against float32; beside them, as a multiple of those of the naive computation in the "
         "same dtype. Times are of a forward and, where there is one, a backward; speed is against jax.nn's."
@@ -172,10 +172,10 @@ def roofline(
     given = {"batch": batch, "length": length, "width": width}
     given = {name: size for name, size in given.items() if size is not None}
     try:
-        found = [bound(**given) for name, bound in known.items() if family in (None, name)]
+        rooflines = [bound(**given) for name, bound in known.items() if family in (None, name)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    print("\n\n".join(f"{one.title}:\n{one.table}" for one in found))
+    print("\n\n".join(f"{one.title}:\n{one.table}" for one in rooflines))
 
 
 def _print_version(wanted: bool) -> None:
@@ -199,9 +199,9 @@ def make_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help=SAYS,
+        help=SUMMARY,
     )
-    made.callback(help=SAYS)(options)
+    made.callback(help=SUMMARY)(options)
     for command in (info, verify, with_sizes(explain), with_sizes(tune), support, roofline):
         made.command()(command)
     return made

@@ -1,4 +1,4 @@
-"""The families that there are, and who has an operation."""
+"""The families that are registered, and which of them has an operation."""
 
 from ejkernel.checks.names import unknown
 from ejkernel.families import registered_families
@@ -7,8 +7,8 @@ from ejkernel.family import Family, load_family
 
 def families() -> dict[str, Family]:
     """By name, in the order they were registered."""
-    found = [load_family(package) for package in registered_families()]
-    return {family.name: family for family in found}
+    loaded = [load_family(package) for package in registered_families()]
+    return {family.name: family for family in loaded}
 
 
 def family_of(operation: str) -> Family:
@@ -20,5 +20,5 @@ def family_of(operation: str) -> Family:
 
 
 def known_functions() -> list[str]:
-    """The public functions of all families: operations, and what is made of several."""
+    """The public functions of all families: operations, and functions that call several of them."""
     return sorted(name for family in families().values() for name in family.functions)

@@ -16,14 +16,14 @@ PACKAGES = ("jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu", "torch")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Versions of what the library uses; nothing is imported to find out."""
-    found = {"ejkernel": ejkernel.__version__, "python": host.python_version()}
+    """Versions of what the library uses, from the metadata of packages: none is imported."""
+    by_package = {"ejkernel": ejkernel.__version__, "python": host.python_version()}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            by_package[package] = "not installed"
+    return by_package
 
 
 def devices() -> list[str]:
@@ -44,7 +44,7 @@ def tuned_files() -> dict[str, str]:
 
 
 class Works(NamedTuple):
-    """Operations that a platform can do here, and why not where it can do none."""
+    """The operations that a platform can do on this machine; the reasons where it can do none."""
 
     operations: list[str]
     reasons: list[str]
@@ -53,7 +53,7 @@ class Works(NamedTuple):
 def platforms() -> dict[str, Works]:
     """For every platform, what it can do on the default device."""
     target = target_of(())
-    found = {}
+    works = {}
     for platform in PLATFORMS:
         operations, reasons = [], {}
         for name in list_operations():
@@ -65,5 +65,5 @@ def platforms() -> dict[str, Works]:
                 operations.append(name)
             else:
                 reasons |= dict.fromkeys(refused[0] if refused else [])
-        found[platform] = Works(operations, [] if operations else list(reasons))
-    return found
+        works[platform] = Works(operations, [] if operations else list(reasons))
+    return works

@@ -1,4 +1,4 @@
-"""The options by which calls are described: those that the families have, together."""
+"""The command-line options that describe a call: those of all families, merged."""
 
 import inspect
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from ejkernel.family import Family, Option
 
 
 def _options(family: Family) -> dict[str, tuple[type, Option, Any]]:
-    """(type, what is said of it, default) of every option of a family."""
-    found = {}
+    """(type, description, default) of every option of a family."""
+    options = {}
     hints = get_type_hints(family.arguments, include_extras=True)
     for name, parameter in inspect.signature(family.arguments).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            kind, about = hints[name], Option()
+            kind, option = hints[name], Option()
             if get_origin(kind) is Annotated:
-                kind, about = get_args(kind)
+                kind, option = get_args(kind)
             kinds = [one for one in get_args(kind) if one is not NoneType] or [kind]
-            found[name] = kinds[0], about, parameter.default
-    return found
+            options[name] = kinds[0], option, parameter.default
+    return options
 
 
 def _merged() -> dict[str, inspect.Parameter]:

@@ -26,14 +26,14 @@ class Work(NamedTuple):
 
     Attributes:
         operation: whose public function is called.
-        alike: operations with the same kernels, for which the result is kept too.
+        same_kernels: further operations that run the same kernels, for which the result is kept too.
         run: the call, on a platform.
         explain: what it would run, on a platform.
     """
 
     name: str
     operation: str
-    alike: tuple[str, ...]
+    same_kernels: tuple[str, ...]
     run: Callable[[str], Any]
     explain: "Callable[[str | None], Explanation]"
 
@@ -66,9 +66,9 @@ def tune(
             run.tune(one, platform or list(PLATFORMS))
     finally:  # after Ctrl-C too
         lost = bool(unsaved(path).entries)
-        where = f"could not be kept in {path}" if lost else f"kept in {path}"
+        outcome = f"could not be kept in {path}" if lost else f"kept in {path}"
         console.print(
-            f"{run.tuned} tuned{f', {where}' if run.tuned else ''}", style="red" if lost else None, markup=False
+            f"{run.tuned} tuned{f', {outcome}' if run.tuned else ''}", style="red" if lost else None, markup=False
         )
     if lost or run.failed or not (run.tuned or run.known):
         raise typer.Exit(1)
@@ -95,7 +95,7 @@ def _of_sizes(family: Family, operations: list[str], sizes: dict[str, Any]) -> W
 
     from ejkernel.ops import explain
 
-    operation, *alike = operations
+    operation, *same_kernels = operations
     arguments, function = described(operation, sizes), family.function(operation)
 
     def run(platform: str) -> None:
@@ -104,7 +104,9 @@ def _of_sizes(family: Family, operations: list[str], sizes: dict[str, Any]) -> W
         jax.eval_shape(lambda given: function(**given, **options, platform=platform), arrays)
 
     name = " ".join(f"{name} {size}" for name, size in sizes.items()) or "default sizes"
-    return Work(name, operation, tuple(alike), run, lambda platform: explain(function, **arguments, platform=platform))
+    return Work(
+        name, operation, tuple(same_kernels), run, lambda platform: explain(function, **arguments, platform=platform)
+    )
 
 
 class _Run:
@@ -132,16 +134,16 @@ class _Run:
         from ejkernel.ops.tuned_files import keep
 
         try:
-            with autotune(again=self.again) as found:
+            with autotune(again=self.again) as results:
                 work.run(platform)
         except RuntimeError as error:
             self.failed += 1
             return f"[red]{escape(str(error))}[/]"
-        if not found:
+        if not results:
             self.known += 1
             return "already tuned, --again measures it again"
-        (result,) = found
-        for operation in work.alike:
+        (result,) = results
+        for operation in work.same_kernels:
             keep(result.entry(operation), self.path)
         self.tuned += 1
         return _outcome(result)
@@ -151,15 +153,15 @@ def _outcome(result: "Tuned") -> str:
     """What won against the default."""
     best, configs = result.best, len(result.seconds) + len(result.failed)
     took = sum(result.seconds[best])
-    told = f"{_microseconds(took)} with {best}, of {configs} configs"
+    text = f"{_microseconds(took)} with {best}, of {configs} configs"
     if result.failed:
-        told += f", {len(result.failed)} of which failed"
+        text += f", {len(result.failed)} of which failed"
     if result.default not in result.seconds:
-        return f"[green]{escape(told)}[/]; the default failed: {escape(result.failed[result.default])}"
+        return f"[green]{escape(text)}[/]; the default failed: {escape(result.failed[result.default])}"
     usual = sum(result.seconds[result.default])
     if best == result.default:
-        return escape(f"{told}: the default is the fastest")
-    return f"[green]{escape(told)}[/], {usual / took:.2f} times as fast as the default ({_microseconds(usual)})"
+        return escape(f"{text}: the default is the fastest")
+    return f"[green]{escape(text)}[/], {usual / took:.2f} times as fast as the default ({_microseconds(usual)})"
 
 
 def _microseconds(seconds: float) -> str:

@@ -30,8 +30,8 @@ from ejkernel.ops.settings import with_these_settings
 from ejkernel.ops.tuning import median_seconds
 
 Function = Callable[[Arrays, Any], Any]
-# by backend: what takes long to compile there and makes programs of XLA's own faster only
-QUICKLY: dict[str, Any] = {
+# by backend: without what takes long to compile there and makes only XLA's own programs faster
+FAST_COMPILE: dict[str, Any] = {
     "cpu": {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
     "gpu": {"xla_gpu_autotune_level": 0},
 }
@@ -64,7 +64,7 @@ def platforms_for(check: Check) -> tuple[list[str], dict[str, list[str]]]:
     return [p for p in PLATFORMS if p not in explanation.refusals], explanation.refusals
 
 
-def _step(function: Function, differentiable: bool) -> Callable[..., tuple[Arrays, Arrays]]:
+def _both_passes(function: Function, differentiable: bool) -> Callable[..., tuple[Arrays, Arrays]]:
     """(arrays, fixed, cotangents) -> the outputs and every gradient there is."""
 
     def outputs(arrays: Arrays, fixed: Any) -> Arrays:
@@ -73,8 +73,8 @@ def _step(function: Function, differentiable: bool) -> Callable[..., tuple[Array
     def both(arrays: Arrays, fixed: Any, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         if not differentiable:
             return outputs(arrays, fixed), {}
-        found, pull = jax.vjp(lambda given: outputs(given, fixed), arrays)
-        return found, pull({name: cotangents[name].astype(out.dtype) for name, out in found.items()})[0]
+        named, pull = jax.vjp(lambda given: outputs(given, fixed), arrays)
+        return named, pull({name: cotangents[name].astype(out.dtype) for name, out in named.items()})[0]
 
     return both
 
@@ -86,7 +86,7 @@ def _worst(truth: Truth, got: Arrays) -> Error:
 
 @contextmanager
 def _usual_promotion() -> Iterator[None]:
-    """For definitions and peers: of what users set otherwise, that ours still gives the right answer is checked."""
+    """For definitions and peers, which need JAX's default rules. Ours are checked under the rules that the user set."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -96,9 +96,9 @@ class _Case:
 
     def __init__(self, check: Check):
         backend = jax.default_backend()
-        self.quickly = QUICKLY.get(backend)
-        # trying out XLA's matmuls takes longer than all else, and kernels have nothing of it
-        self.own_options = self.quickly if backend == "gpu" else None
+        self.fast_compile = FAST_COMPILE.get(backend)
+        # on a GPU, trying out XLA's matmuls takes longest of all, and does nothing for our kernels
+        self.our_options = self.fast_compile if backend == "gpu" else None
         self.check, self.family = check, family_of(check.operation)
         arrays = check.arrays()
         wide = {name: jnp.asarray(np.asarray(x, np.float32)) for name, x in arrays.items()}
@@ -109,7 +109,7 @@ class _Case:
             f"output {n}": jnp.asarray(draw(x.shape, np.float32)) for n, x in enumerate(jax.tree.leaves(shapes))
         }
         self.inputs = arrays, check.fixed, cotangents
-        self.wide = wide, check.fixed, cotangents
+        self.float32_inputs = wide, check.fixed, cotangents
 
     def _call(self, arrays: Arrays, fixed: Any) -> Any:
         canonicalise = self.family.functions[self.check.operation].canonicalise
@@ -120,12 +120,16 @@ class _Case:
         return self.check.definition(self._call(arrays, fixed), dtype)
 
     def _compiled(self, function: Function, inputs: Any, options: Any = None) -> Compiled:
-        return jax.jit(_step(function, self.check.differentiable), compiler_options=options).lower(*inputs).compile()
+        return (
+            jax.jit(_both_passes(function, self.check.differentiable), compiler_options=options)
+            .lower(*inputs)
+            .compile()
+        )
 
     @cached_property
     def truths(self) -> tuple[Truth, Truth | None]:
         """What the outputs should be, and the gradients where there are any: the same for all platforms."""
-        exact = self._by_definition(jnp.float32, self.wide)
+        exact = self._by_definition(jnp.float32, self.float32_inputs)
         # in float32 the naive computation is the definition itself
         dtype = jnp.dtype(self.check.dtype)
         naive = exact if dtype == jnp.float32 else self._by_definition(dtype, self.inputs)
@@ -134,14 +138,14 @@ class _Case:
 
     def _by_definition(self, dtype: Any, inputs: Any) -> tuple[Arrays, Arrays]:
         with _usual_promotion():
-            program = self._compiled(lambda a, f: self._defined(a, f, dtype), inputs, self.quickly)
+            program = self._compiled(lambda a, f: self._defined(a, f, dtype), inputs, self.fast_compile)
         return jax.device_get(program(*inputs))
 
     def ours(self, platform: str) -> Compiled:
         """The public function on a platform."""
         function, static = self.family.function(self.check.operation), self.check.static
         return self._compiled(
-            lambda a, f: function(**a, **f, **static, platform=platform), self.inputs, self.own_options
+            lambda a, f: function(**a, **f, **static, platform=platform), self.inputs, self.our_options
         )
 
     def peer(self) -> Compiled:
@@ -155,29 +159,30 @@ class _Case:
 # Workers ----------------------------------------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
-    """What a worker does at a time: a check, by its number, on a platform; or on None, that is by jax.nn."""
+class _Job(NamedTuple):
+    """What a worker does at a time: a check, with its number, on a platform; None as a platform stands for jax.nn."""
 
     number: int
     check: Check
     platform: str | None
 
 
-# what a worker may be told to do with a piece, and what it finds: fields of an `Outcome`
+# what a worker may be asked to do with a job
 CHECK, TIME = "check", "time"
-Found = dict[str, Any]
+# its answer: fields of an `Outcome`
+Fields = dict[str, Any]
 
 
 class _Worker:
-    """Pieces as they are checked, and later timed."""
+    """Does jobs: checks them, and later times the programs that it kept."""
 
-    def __init__(self, pieces: list[_Piece]):
-        self.pieces = pieces
+    def __init__(self, jobs: list[_Job]):
+        self.jobs = jobs
         self.cases: dict[int, _Case] = {}
         self.programs: dict[int, Compiled] = {}
 
-    def do(self, step: str, n: int) -> Found:
-        number, check, platform = self.pieces[n]
+    def do(self, step: str, n: int) -> Fields:
+        number, check, platform = self.jobs[n]
         if step == TIME:
             return {"seconds": median_seconds(self.programs[n], *self.cases[number].inputs, repeats=REPEATS)}
         if number not in self.cases:
@@ -198,22 +203,22 @@ def _described(crash: BaseException) -> str:
     return f"{type(crash).__name__}: {crash}"
 
 
-def _obey(pieces: list[_Piece], item: tuple[int, Connection]) -> Iterator[Found | Lost]:
-    """A worker's answer to each of its orders, until nobody gives any more or its device is down."""
-    worker, (_, orders) = _Worker(pieces), item
+def _serve(jobs: list[_Job], item: tuple[int, Connection]) -> Iterator[Fields | Lost]:
+    """A worker's answer to each request, until there are no more or its device is down."""
+    worker, (_, requests) = _Worker(jobs), item
     while True:
         try:
-            step, n = orders.recv()
+            step, n = requests.recv()
         except EOFError:
             return
         try:
-            found = worker.do(step, n)
+            fields = worker.do(step, n)
         except Exception as crash:  # a kernel may raise anything, and the others are still to be checked
             if not device_works():
                 yield Lost(_described(crash))
                 return
-            found = {"crash": _described(crash)}
-        yield found
+            fields = {"crash": _described(crash)}
+        yield fields
 
 
 def _in_threads(task: Callable[[Any], Iterator[Any]], items: deque[Any]) -> Generator[tuple[Any, Any], None, None]:
@@ -233,100 +238,100 @@ def _in_threads(task: Callable[[Any], Iterator[Any]], items: deque[Any]) -> Gene
         while items:
             Thread(target=with_these_settings(work), args=(items.popleft(),), daemon=True).start()
             running += 1
-        said = answers.get()
-        if said is None:
+        answer = answers.get()
+        if answer is None:
             running -= 1
         else:
-            yield said
+            yield answer
 
 
-class _Foreman:
-    """Hires workers and gives them orders: pieces to check while there are any, then one to time at a time.
+class _Scheduler:
+    """Starts workers and sends them requests: jobs to check while there are any, then one at a time to time.
 
     Attributes:
-        hired: workers that are to start, each with where it gets its orders.
-        left: pieces to check, those of checks with many first.
-        known: by worker, the checks that it has the inputs and the truths of.
-        busy: by worker, its order.
-        untimed: by piece, the worker that has its program.
+        starting: workers that are to start, each with where it receives its requests.
+        unchecked: jobs to check, those of checks with many jobs first.
+        known: by worker, the checks that it has the inputs and the exact results of.
+        busy: by worker, the request it works on.
+        untimed: by job, the worker that has its program.
     """
 
-    def __init__(self, pieces: list[_Piece], checked: Callable[[Outcome], None]):
-        self.pieces, self.checked = pieces, checked
-        self.hired: deque[tuple[int, Connection]] = deque()
-        self.orders: dict[int, Connection] = {}
-        pieces_of = Counter(piece.number for piece in pieces)
-        self.left = sorted(range(len(pieces)), key=lambda n: -pieces_of[pieces[n].number])
+    def __init__(self, jobs: list[_Job], checked: Callable[[Outcome], None]):
+        self.jobs, self.checked = jobs, checked
+        self.starting: deque[tuple[int, Connection]] = deque()
+        self.requests: dict[int, Connection] = {}
+        jobs_of = Counter(job.number for job in jobs)
+        self.unchecked = sorted(range(len(jobs)), key=lambda n: -jobs_of[jobs[n].number])
         self.known: dict[int, set[int]] = {}
         self.busy: dict[int, tuple[str, int]] = {}
         self.untimed: dict[int, int] = {}
-        self.found: dict[tuple[str, int], Found] = {}
+        self.answers: dict[tuple[str, int], Fields] = {}
 
-    def hire(self) -> None:
-        """One more worker, for one of the pieces left."""
+    def start_worker(self) -> None:
+        """One more, for one of the jobs to check."""
         worker, (receiver, sender) = len(self.known), Pipe(duplex=False)
-        self.hired.append((worker, receiver))
-        self.orders[worker], self.known[worker] = sender, set()
-        self._have_checked(worker)
+        self.starting.append((worker, receiver))
+        self.requests[worker], self.known[worker] = sender, set()
+        self._request_check(worker)
 
-    def hear(self, worker: int, answer: Found | Lost) -> None:
-        """Note a worker's answer, and go on."""
+    def on_answer(self, worker: int, answer: Fields | Lost) -> None:
+        """Note a worker's answer, and send out what comes next."""
         if isinstance(answer, Lost):
-            del self.orders[worker]
+            del self.requests[worker]
             self.untimed = {n: who for n, who in self.untimed.items() if who != worker}
         if worker in self.busy:
             self._note(worker, {"crash": answer.reason} if isinstance(answer, Lost) else answer)
-        if self.left and worker in self.orders:
-            self._have_checked(worker)
-        elif self.left:
-            self.hire()
+        if self.unchecked and worker in self.requests:
+            self._request_check(worker)
+        elif self.unchecked:
+            self.start_worker()
         elif self.untimed and not self.busy:
             n, owner = self.untimed.popitem()
-            self._order(owner, TIME, n)
+            self._request(owner, TIME, n)
         elif not self.busy:
-            for orders in self.orders.values():
-                orders.close()
+            for requests in self.requests.values():
+                requests.close()
 
-    def _have_checked(self, worker: int) -> None:
-        """Slow ones first; by preference a piece of a check that the worker knows, then of one that nobody knows."""
-        mine, everybodys = self.known[worker], set().union(*self.known.values())
-        numbers = {n: self.pieces[n].number for n in self.left}
+    def _request_check(self, worker: int) -> None:
+        """Slow ones first; by preference a job of a check that the worker knows, then of one that nobody knows."""
+        mine, known_to_some = self.known[worker], set().union(*self.known.values())
+        numbers = {n: self.jobs[n].number for n in self.unchecked}
 
         def cost(n: int) -> tuple[bool, bool, bool]:
-            return not self.pieces[n].check.slow, numbers[n] not in mine, numbers[n] in everybodys
+            return not self.jobs[n].check.slow, numbers[n] not in mine, numbers[n] in known_to_some
 
-        n = min(self.left, key=cost)
-        self.left.remove(n)
+        n = min(self.unchecked, key=cost)
+        self.unchecked.remove(n)
         mine.add(numbers[n])
-        self._order(worker, CHECK, n)
+        self._request(worker, CHECK, n)
 
-    def _order(self, worker: int, step: str, n: int) -> None:
+    def _request(self, worker: int, step: str, n: int) -> None:
         self.busy[worker] = step, n
-        self.orders[worker].send((step, n))
+        self.requests[worker].send((step, n))
 
-    def _note(self, worker: int, found: Found) -> None:
+    def _note(self, worker: int, fields: Fields) -> None:
         step, n = self.busy.pop(worker)
-        self.found[step, n] = found
-        _, check, platform = self.pieces[n]
-        if step == CHECK and "crash" not in found:
+        self.answers[step, n] = fields
+        _, check, platform = self.jobs[n]
+        if step == CHECK and "crash" not in fields:
             self.untimed[n] = worker
         if step == CHECK and platform is not None:
-            self.checked(Outcome(check, platform, **found))
+            self.checked(Outcome(check, platform, **fields))
 
     def outcomes(self) -> list[Outcome]:
-        """All that was found."""
-        peers = {piece.number: n for n, piece in enumerate(self.pieces) if piece.platform is None}
+        """The outcome of every job on a platform of ours."""
+        peers = {job.number: n for n, job in enumerate(self.jobs) if job.platform is None}
         return [
-            self._outcome(n, piece.check, piece.platform, peers.get(piece.number))
-            for n, piece in enumerate(self.pieces)
-            if piece.platform is not None
+            self._outcome(n, job.check, job.platform, peers.get(job.number))
+            for n, job in enumerate(self.jobs)
+            if job.platform is not None
         ]
 
     def _outcome(self, n: int, check: Check, platform: str, peer: int | None) -> Outcome:
-        checked, timed = self.found[CHECK, n], self.found.get((TIME, n), {})
-        peers = {} if peer is None else {**self.found[CHECK, peer], **self.found.get((TIME, peer), {})}
-        late = timed.get("crash") or peers.get("crash")
-        crash = {"crash": f"while it was timed: {late}"} if late else {}
+        checked, timed = self.answers[CHECK, n], self.answers.get((TIME, n), {})
+        peers = {} if peer is None else {**self.answers[CHECK, peer], **self.answers.get((TIME, peer), {})}
+        timing_crash = timed.get("crash") or peers.get("crash")
+        crash = {"crash": f"while it was timed: {timing_crash}"} if timing_crash else {}
         return Outcome(check, platform, **{"peer_seconds": peers.get("seconds"), **timed, **crash, **checked})
 
 
@@ -336,19 +341,21 @@ def _processes() -> int:
 
 
 def verify(work: list[tuple[Check, list[str]]], checked: Callable[[Outcome], None]) -> list[Outcome]:
-    """The outcome of every check on each of its platforms, in order; `checked` hears of each, untimed, as it comes."""
-    pieces = [
-        _Piece(number, check, platform)
+    """The outcome of every check on each of its platforms, in order; `checked` gets each as it comes, untimed."""
+    jobs = [
+        _Job(number, check, platform)
         for number, (check, platforms) in enumerate(work)
         for platform in (*platforms, *([None] if platforms and check.peer else []))
     ]
-    foreman, processes = _Foreman(pieces, checked), _processes()
-    workers = min(len(pieces), processes or os.cpu_count() or 1)
+    scheduler, processes = _Scheduler(jobs, checked), _processes()
+    workers = min(len(jobs), processes or os.cpu_count() or 1)
     for _ in range(workers):
-        foreman.hire()
-    task = partial(_obey, pieces)
-    answers = spread(task, foreman.hired, workers, float("inf")) if processes else _in_threads(task, foreman.hired)
+        scheduler.start_worker()
+    task = partial(_serve, jobs)
+    answers = (
+        spread(task, scheduler.starting, workers, float("inf")) if processes else _in_threads(task, scheduler.starting)
+    )
     with closing(answers):  # ends the processes, after Ctrl-C too
         for (worker, _), answer in answers:
-            foreman.hear(worker, answer)
-    return foreman.outcomes()
+            scheduler.on_answer(worker, answer)
+    return scheduler.outcomes()

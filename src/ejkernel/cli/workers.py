@@ -18,7 +18,7 @@ class Lost(NamedTuple):
 
 
 TOO_LATE = Lost("no time was left")
-# what a process says when it has no more to say; another end is an accident
+# the last message of a process; one that ends without it has crashed
 _END = "end"
 
 
@@ -33,19 +33,19 @@ def device_works() -> bool:
 
 
 def _work(task: Callable[[Any], Iterable[Any]], item: Any, answer: Connection) -> None:
-    for part in task(item):
-        answer.send((None, part))
+    for outcome in task(item):
+        answer.send((None, outcome))
     answer.send((_END, None))
     answer.close()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C is for this process alone, which ends those that start here; it is not lost."""
+    """Processes that start meanwhile ignore Ctrl-C: it is for this one, which ends them. It is raised afterwards."""
     if not hasattr(signal, "pthread_sigmask"):  # not on Windows
         yield
         return
-    resource_tracker.ensure_running()  # the first start would run it, and let interrupts through again after that
+    resource_tracker.ensure_running()  # else the first start runs it, which unblocks interrupts for all that follow
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -56,9 +56,9 @@ def _uninterrupted() -> Iterator[None]:
 def spread(
     task: Callable[[Any], Iterable[Any]], items: deque[Any], processes: int, deadline: float
 ) -> Generator[tuple[Any, Any], None, None]:
-    """(item, answer) for each answer of task(item) as it comes, every item in a process of its own.
+    """(item, outcome) for each outcome of task(item) as it comes, every item in a process of its own.
 
-    The last is `Lost` where the process died or was too late. Items may be added to the queue while iterating.
+    The last is `Lost` where the process died or the deadline came first. Items may be added to the queue meanwhile.
     `deadline` is in terms of `time.monotonic`.
     """
     context = multiprocessing.get_context("spawn")
@@ -78,16 +78,16 @@ def spread(
                 assert isinstance(receiver, Connection)
                 item, process = running[receiver]
                 try:
-                    said, outcome = receiver.recv()
+                    message, outcome = receiver.recv()
                 except EOFError:
                     process.join()
-                    said, outcome = None, Lost(f"its process ended with exit code {process.exitcode}")
-                if said == _END or isinstance(outcome, Lost):
+                    message, outcome = None, Lost(f"its process ended with exit code {process.exitcode}")
+                if message == _END or isinstance(outcome, Lost):
                     del running[receiver]
                     process.join(timeout=10)
                     if process.is_alive():
                         process.kill()
-                if said != _END:
+                if message != _END:
                     yield item, outcome
     finally:
         for _, process in running.values():

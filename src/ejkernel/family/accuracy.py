@@ -1,4 +1,4 @@
-"""How wrong a result is, and may be: twice as wrong as the naive computation in the same dtype."""
+"""How far a result is from the definition, and may be: twice as far as the naive computation in its dtype."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# of the largest value: what float32 sums of some hundred terms in another order may cost
+# of the largest value: by how much float32 sums of some hundred terms may differ when their order does
 FLOOR = 64 * float(np.finfo(np.float32).eps)
 
 Array = jax.Array | np.ndarray
@@ -23,7 +23,7 @@ class Error:
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.limit  # a nan is not
+        return self.error <= self.limit  # false for NaN
 
     @property
     def severity(self) -> float:

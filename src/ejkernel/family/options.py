@@ -8,7 +8,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Option(NamedTuple):
-    """Stands in the annotation of an argument of `Family.arguments`: what the command line says of it."""
+    """In the annotation of an argument of `Family.arguments`: its help on the command line, and its least value."""
 
     help: str = ""
     least: int | None = None
@@ -41,7 +41,7 @@ def parsed_window(text: str | None) -> int | tuple[int | None, int | None] | Non
     if text is None:
         return None
     try:
-        sides = [int(part) if part.strip() else None for part in text.split(",")]
+        sides = [int(side) if side.strip() else None for side in text.split(",")]
     except ValueError:
         sides = []
     match sides:
