@@ -203,22 +203,22 @@ def tiles(shape: Shape, device: torch.device) -> None:
 
 def host_time(device: torch.device) -> None:
     """Of a call whose kernels take next to no time, without waiting for them; and of its bare launches alone."""
-    from ejkernel.torch.programs import Step
+    from ejkernel.torch.prepared_launch import PreparedLaunch
 
     shape = Shape(T=64, H=1, Hkv=1, D=64)
     attend, (q, k, v) = module(shape, Pattern()), shape.tensors(device)
     runs: list[Any] = []
-    kept = Step.run
+    run_launch = PreparedLaunch.run
 
-    def noted(step: Any, tensors: Any, *how: bool) -> None:
-        runs.append(partial(kept, step, dict(tensors), *how))
-        kept(step, tensors, *how)
+    def recorded(launch: Any, tensors: Any, *options: bool) -> None:
+        runs.append(partial(run_launch, launch, dict(tensors), *options))
+        run_launch(launch, tensors, *options)
 
     with torch.no_grad():
         attend(q, k, v)
-        Step.run = noted  # pyright: ignore[reportAttributeAccessIssue]
+        PreparedLaunch.run = recorded  # pyright: ignore[reportAttributeAccessIssue]
         attend(q, k, v)
-        Step.run = kept
+        PreparedLaunch.run = run_launch
         forward, bare = microseconds(lambda: attend(q, k, v)), microseconds(lambda: [run() for run in runs])
     print(f"host time of a forward: {forward:.1f} us, of its {len(runs)} launches alone {bare:.1f} us")
 
