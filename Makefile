@@ -65,7 +65,9 @@ optimised: $(VENV)/installed-test
 newest: $(NEWEST)/installed
 	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 @tests/newest.txt
 
+# the first names the line that imports what JAX has no more
 nightly: $(NEWEST)/installed-nightly
+	$(NEWEST)/bin/python -m pytest tests/test_private_names.py
 	$(NEWEST)/bin/python -m pytest -n auto --maxprocesses 8 @tests/newest.txt
 
 # tests share the device's memory: each takes what it needs. PYTHON=python3 runs them in an environment that is there

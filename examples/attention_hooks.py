@@ -1,10 +1,12 @@
-"""Attention in the shapes in which MaxText and Levanter call theirs: packed documents honoured, on every device.
+"""Attention in the shapes in which MaxText and Levanter call theirs: packed documents honoured,
+on every device.
 
     python examples/attention_hooks.py
 
-Both frameworks hand segment ids to attention. On NVIDIA GPUs MaxText's cuDNN path has dropped them (documents saw one
-another, AI-Hypercomputer/maxtext#4476), and Levanter fell back to a matrix of logits (marin-community/marin#7013).
-These functions take the same arguments and do neither; the check at the end is the one of those reports.
+Both frameworks hand segment ids to attention. On NVIDIA GPUs MaxText's cuDNN path has dropped
+them (documents saw one another, AI-Hypercomputer/maxtext#4476), and Levanter fell back to a
+matrix of logits (marin-community/marin#7013). These functions take the same arguments and do
+neither; the check at the end is the one of those reports.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,8 @@ def maxtext_attention(
     attn_logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """In the place of `AttentionOp.cudnn_flash_attention` and its siblings, for training and prefill.
+    """In the place of `AttentionOp.cudnn_flash_attention` and its siblings, for training and
+    prefill.
 
     Args:
         query: `(batch, length, heads, head_dim)`, scaled already, as MaxText does it.
@@ -39,10 +42,14 @@ def maxtext_attention(
         sliding_window_size: how many tokens a query sees, itself included.
     """
     if model_mode not in ("train", "prefill"):
-        raise ValueError(f"model_mode {model_mode!r}: decoding is page_attention or ragged_decode_attention")
+        raise ValueError(
+            f"model_mode {model_mode!r}: decoding is page_attention or ragged_decode_attention"
+        )
     packing = None
     if decoder_segment_ids is not None:
-        packing = MaskInfo.from_segments(jnp.where(decoder_segment_ids == 0, -1, decoder_segment_ids))
+        packing = MaskInfo.from_segments(
+            jnp.where(decoder_segment_ids == 0, -1, decoder_segment_ids)
+        )
     return flash_attention(
         query,
         key,
@@ -58,18 +65,20 @@ def maxtext_attention(
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The fields that attention reads of Levanter's two masks, in `levanter.grug.attention` and `levanter.layers`.
+    """The fields that attention reads of Levanter's two masks, in `levanter.grug.attention` and
+    `levanter.layers`.
 
-    Queries and keys are both counted from 0. The arrays may be haliax `NamedArray`s, batch first, then queries, keys.
+    Queries and keys are both counted from 0. The arrays may be haliax `NamedArray`s, batch
+    first, then queries, keys.
 
     Fields:
-        is_causal: query i sees keys up to `i + causal_offset`.
-        causal_offset: a number, or one for each row of the batch; None is 0.
-        explicit_mask: bools, `(Q, K)`, `(B, Q, K)` or `(B, heads, Q, K)`.
-        segment_ids: of queries and of keys, `(Q,)` and `(K,)` or with a batch. Equal ids see each other, negative ones
+        is_causal: query i sees keys up to `i + causal_offset`. causal_offset: a number, or one
+        for each row of the batch; None is 0. explicit_mask: bools, `(Q, K)`, `(B, Q, K)` or
+        `(B, heads, Q, K)`. segment_ids: of queries and of keys, `(Q,)` and `(K,)` or with a
+        batch. Equal ids see each other, negative ones
             too: padding sees padding.
-        sliding_window: how many keys a query sees, up to its own.
-        bidirectional_window: query i sees keys from `i - bidirectional_window` to `i + bidirectional_window`.
+        sliding_window: how many keys a query sees, up to its own. bidirectional_window: query i
+        sees keys from `i - bidirectional_window` to `i + bidirectional_window`.
     """
 
     is_causal: bool = False
@@ -91,17 +100,18 @@ def levanter_attention(
     logits_soft_cap: float | None = None,
     attn_sink: jax.Array | None = None,
 ) -> jax.Array:
-    """In the place of `levanter.grug.attention.attention`, and of `dot_product_attention` on arrays in this order.
+    """In the place of `levanter.grug.attention.attention`, and of `dot_product_attention` on
+    arrays in this order.
 
     Args:
-        q: `(B, Q, heads, D)`.
-        k: `(B, K, kv_heads, D)`; `v` likewise.
-        mask: an `AttentionMask`; or bools that say what is seen, or floats that are added to the logits, `(Q, K)`,
+        q: `(B, Q, heads, D)`. k: `(B, K, kv_heads, D)`; `v` likewise. mask: an `AttentionMask`;
+        or bools that say what is seen, or floats that are added to the logits, `(Q, K)`,
             `(B, Q, K)` or `(B, heads, Q, K)`.
         bias: floats that broadcast to `(B, heads, Q, K)`, added before the cap.
         attn_sink: `(heads,)`.
 
-    A query that sees nothing gives zeros, where Levanter's reference gives the mean of all values.
+    A query that sees nothing gives zeros, where Levanter's reference gives the mean of all
+    values.
     """
     structured = mask is not None and hasattr(mask, "is_causal")
     given = None if mask is None or structured else _batch_first(mask)
@@ -121,11 +131,16 @@ def levanter_attention(
 
 
 def levanter_mask(mask: AttentionMask, q_len: int, k_len: int) -> MaskInfo:
-    """One of Levanter's masks. The dense ones, and traced offsets, become an array of queries and keys."""
+    """One of Levanter's masks. The dense ones, and traced offsets, become an array of queries
+    and keys.
+    """
     info = MaskInfo(q_len, k_len)
     if mask.segment_ids is not None:
-        # negative ids, which a MaskInfo takes for padding that sees nothing, are moved to the end of int32
-        info = MaskInfo.from_segments(*(_array(ids).astype(jnp.int32) & 0x7FFFFFFF for ids in mask.segment_ids))
+        # negative ids, which a MaskInfo takes for padding that sees nothing, are moved to the
+        # end of int32
+        info = MaskInfo.from_segments(
+            *(_array(ids).astype(jnp.int32) & 0x7FFFFFFF for ids in mask.segment_ids)
+        )
     if q_len != k_len:  # a MaskInfo without positions aligns the ends
         info = info.replace(q_positions=jnp.arange(q_len), kv_positions=jnp.arange(k_len))
     offset = getattr(mask, "causal_offset", None)
@@ -134,7 +149,8 @@ def levanter_mask(mask: AttentionMask, q_len: int, k_len: int) -> MaskInfo:
     if mask.sliding_window is not None:
         if mask.sliding_window <= 0:
             raise ValueError(f"sliding_window must be positive, got {mask.sliding_window}")
-        # the window of `levanter.layers`, which has offsets, ends at the query; that of `levanter.grug` does not
+        # the window of `levanter.layers`, which has offsets, ends at the query; that of
+        # `levanter.grug` does not
         right = 0 if hasattr(mask, "causal_offset") else None
         info = info.apply_sliding_window((mask.sliding_window - 1, right))
     if getattr(mask, "bidirectional_window", None) is not None:
@@ -153,11 +169,17 @@ def _batch_first(mask: Any) -> jax.Array:
     """A mask of queries and keys as (B|1, heads|1, Q, K)."""
     given = _array(mask)
     if given.ndim not in (2, 3, 4):
-        raise ValueError(f"a mask must be (Q, K), (B, Q, K) or (B, heads, Q, K), got {given.shape}")
-    return given[None, None] if given.ndim == 2 else given[:, None] if given.ndim == 3 else given
+        raise ValueError(
+            f"a mask must be (Q, K), (B, Q, K) or (B, heads, Q, K), got {given.shape}"
+        )
+    return (
+        given[None, None] if given.ndim == 2 else given[:, None] if given.ndim == 3 else given
+    )
 
 
-def document_by_document(q: jax.Array, k: jax.Array, v: jax.Array, ids: np.ndarray, scale: float) -> np.ndarray:
+def document_by_document(
+    q: jax.Array, k: jax.Array, v: jax.Array, ids: np.ndarray, scale: float
+) -> np.ndarray:
     """jax.nn's attention of every document alone; zeros for padding, which has the id 0."""
     out = np.zeros(q.shape, np.float32)
     for row in range(len(ids)):
@@ -170,7 +192,10 @@ def document_by_document(q: jax.Array, k: jax.Array, v: jax.Array, ids: np.ndarr
 
 def main() -> float:
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 96, heads, 32)) for key, heads in zip(keys, (8, 2, 2), strict=True))
+    q, k, v = (
+        jax.random.normal(key, (2, 96, heads, 32))
+        for key, heads in zip(keys, (8, 2, 2), strict=True)
+    )
     ids = np.repeat([[1, 2, 3, 0], [1, 2, 0, 0]], [40, 30, 20, 6], axis=1)
     segments = jnp.asarray(ids)
     real = np.flatnonzero(ids.ravel())
@@ -185,7 +210,10 @@ def main() -> float:
             float(np.abs(np.asarray(x) - right).reshape(-1, *right.shape[2:])[real].max())
             for x in (out, jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale))
         )
-        print(f"{name}'s call: {error:.1e} from every document alone; without segment ids it would be {leak:.1f}")
+        print(
+            f"{name}'s call: {error:.1e} from every document alone; "
+            f"without segment ids it would be {leak:.1f}"
+        )
         worst = max(worst, error)
     if worst > 1e-4:
         raise SystemExit("a document saw another")

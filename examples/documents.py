@@ -1,7 +1,8 @@
-"""Documents to learn from, packed into rows: the data of `train_flax.py`, `train_equinox.py` and `train_torch.py`.
+"""Documents to learn from, packed into rows: the data of `train_flax.py`, `train_equinox.py`
+and `train_torch.py`.
 
-A document counts up in steps of its own, modulo the vocabulary. Which steps, only its earlier tokens tell: a model that
-looks at other documents, or at none, cannot know.
+A document counts up in steps of its own, modulo the vocabulary. Which steps, only its earlier
+tokens tell: a model that looks at other documents, or at none, cannot know.
 """
 
 from typing import NamedTuple
@@ -28,9 +29,14 @@ class Batch(NamedTuple):
 
 
 def packed(seed: int, rows: int, length: int, sizes: tuple[int, int] = (8, 24)) -> Batch:
-    """Rows filled with documents of some sizes, from the least to the most; what is left at the end is padding."""
+    """Rows filled with documents of some sizes, from the least to the most; what is left at the
+    end is padding.
+    """
     random = np.random.default_rng(seed)
-    tokens, documents = np.zeros((rows, length), np.int32), np.full((rows, length), -1, np.int32)
+    tokens, documents = (
+        np.zeros((rows, length), np.int32),
+        np.full((rows, length), -1, np.int32),
+    )
     for row in range(rows):
         at = number = 0
         while length - at >= sizes[0]:
@@ -43,7 +49,11 @@ def packed(seed: int, rows: int, length: int, sizes: tuple[int, int] = (8, 24)) 
 
 
 def floor(batch: Batch) -> float:
-    """The loss of who knows everything there is to know: only the second token of a document is a guess."""
+    """The loss of who knows everything there is to know: only the second token of a document is
+    a guess.
+    """
     predicted = batch.targets >= 0
-    firsts = predicted & (batch.documents != np.pad(batch.documents, ((0, 0), (1, 0)), constant_values=-2)[:, :-1])
+    firsts = predicted & (
+        batch.documents != np.pad(batch.documents, ((0, 0), (1, 0)), constant_values=-2)[:, :-1]
+    )
     return float(firsts.sum() / predicted.sum() * np.log(len(STEPS)))

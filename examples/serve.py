@@ -1,11 +1,12 @@
-"""Serve a small random transformer: continuous batching over a paged key-value cache, on any device.
+"""Serve a small random transformer: continuous batching over a paged key-value cache, on any
+device.
 
     python examples/serve.py
 
-Requests come and go; each step feeds whatever tokens are due, prompts in chunks and answers one by one, through one
-compiled function whose shapes never change. All requests share the pages of a system prompt. When the pages run out,
-the newest request gives its own back and starts again later. In the end every answer is compared with that of the
-whole sequence computed at once.
+Requests come and go; each step feeds whatever tokens are due, prompts in chunks and answers one
+by one, through one compiled function whose shapes never change. All requests share the pages of
+a system prompt. When the pages run out, the newest request gives its own back and starts again
+later. In the end every answer is compared with that of the whole sequence computed at once.
 """
 
 import time
@@ -27,15 +28,22 @@ PAGES, PAGE_SIZE, MAX_PAGES = 36, 8, 12  # in the cache, tokens of one, of one s
 BUDGET, BATCH = 32, 8  # tokens and sequences per step
 
 
-# The model: one definition, whatever attends ------------------------------------------------------------------
+# The model: one definition, whatever attends --------------------------------------------------
 
 
 def random_model(seed: int) -> dict[str, Any]:
-    shapes = {"q": (WIDTH, H * D), "k": (WIDTH, HKV * D), "v": (WIDTH, HKV * D), "out": (H * D, WIDTH)}
+    shapes = {
+        "q": (WIDTH, H * D),
+        "k": (WIDTH, HKV * D),
+        "v": (WIDTH, HKV * D),
+        "out": (H * D, WIDTH),
+    }
     shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     random = np.random.default_rng(seed)
 
-    def weights(shape: tuple[int, int]) -> jax.Array:  # twice the usual, so that attention decides the answers
+    def weights(
+        shape: tuple[int, int],
+    ) -> jax.Array:  # twice the usual, so that attention decides the answers
         return jnp.asarray(2 * shape[0] ** -0.5 * random.standard_normal(shape), jnp.float32)
 
     layers = [{name: weights(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
@@ -50,10 +58,15 @@ def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary embedding of (..., heads, D)."""
     angles = positions[..., None, None] * 10_000.0 ** (-jnp.arange(0, D, 2) / D)
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
+    return jnp.concatenate(
+        [a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)],
+        -1,
+    )
 
 
-def hidden_states(model: dict[str, Any], tokens: jax.Array, positions: jax.Array, attend: Any) -> jax.Array:
+def hidden_states(
+    model: dict[str, Any], tokens: jax.Array, positions: jax.Array, attend: Any
+) -> jax.Array:
     x = model["embed"][tokens]
     for number, layer in enumerate(model["layers"]):
         y = normalised(x)
@@ -64,11 +77,13 @@ def hidden_states(model: dict[str, Any], tokens: jax.Array, positions: jax.Array
     return normalised(x)
 
 
-# The step: fixed shapes, the cache donated --------------------------------------------------------------------
+# The step: fixed shapes, the cache donated ----------------------------------------------------
 
 
 class Batch(NamedTuple):
-    """What one step computes, made on the host; what lies past the tokens and sequences there are is padding."""
+    """What one step computes, made on the host; what lies past the tokens and sequences there
+    are is padding.
+    """
 
     tokens: Any  # (BUDGET,)
     positions: Any  # (BUDGET,)
@@ -81,7 +96,9 @@ compilations: list[str] = []
 
 
 @partial(jax.jit, donate_argnums=1)
-def step(model: dict[str, Any], cache: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], jax.Array]:
+def step(
+    model: dict[str, Any], cache: list[jax.Array], batch: Batch
+) -> tuple[list[jax.Array], jax.Array]:
     """The cache with the new tokens, and the next token of every sequence."""
     compilations.append("step")  # Python runs this line only when it is compiled
     where, (source, target) = batch.sequences, batch.copies
@@ -90,7 +107,12 @@ def step(model: dict[str, Any], cache: list[jax.Array], batch: Batch) -> tuple[l
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         cache[layer] = write_interleaved_kv_pages(cache[layer], k, v, batch.slots)
         return ragged_page_attention(
-            q, cache[layer], where.context_lens, where.block_tables, where.query_start_loc, where.num_seqs
+            q,
+            cache[layer],
+            where.context_lens,
+            where.block_tables,
+            where.query_start_loc,
+            where.num_seqs,
         )
 
     x = hidden_states(model, batch.tokens, batch.positions, attend)
@@ -98,7 +120,7 @@ def step(model: dict[str, Any], cache: list[jax.Array], batch: Batch) -> tuple[l
     return cache, jnp.argmax(x[last] @ model["embed"].T, axis=-1)
 
 
-# The server: which tokens are due, and where they go ----------------------------------------------------------
+# The server: which tokens are due, and where they go ------------------------------------------
 
 
 @dataclass(eq=False)
@@ -129,14 +151,19 @@ class Server:
         self.running.remove(self.system)
 
     def due(self, request: Request) -> int:
-        """Tokens of a request that are not in the cache yet: a prompt's, or the one generated last."""
+        """Tokens of a request that are not in the cache yet: a prompt's, or the one generated
+        last.
+        """
         return len(request.tokens) - self.allocator.length(request.sequence)
 
     def admit(self) -> None:
         while self.waiting and len(self.running) < BATCH:
             request = self.waiting[0]
             request.sequence = self.allocator.fork(self.system.sequence)
-            if self.allocator.pages_needed(request.sequence, self.due(request)) > self.allocator.free_pages:
+            if (
+                self.allocator.pages_needed(request.sequence, self.due(request))
+                > self.allocator.free_pages
+            ):
                 return self.allocator.free(request.sequence)
             self.running.append(self.waiting.popleft())
 
@@ -156,7 +183,9 @@ class Server:
         return True
 
     def schedule(self) -> tuple[list[Request], Batch]:
-        """What to compute: answers first, then prompts, oldest first, within the budget and the pages."""
+        """What to compute: answers first, then prompts, oldest first, within the budget and the
+        pages.
+        """
         chosen: list[Request] = []
         tokens, positions, slots = np.zeros((3, BUDGET), np.int32)
         starts, copies = np.zeros(BATCH + 1, np.int32), np.zeros((2, BATCH), np.int32)
@@ -167,7 +196,10 @@ class Server:
             count = min(self.due(request), BUDGET - starts[-1])
             if not self.make_room(request, count, queue):
                 break
-            first, here = self.allocator.length(request.sequence), slice(starts[-1], starts[-1] + count)
+            first, here = (
+                self.allocator.length(request.sequence),
+                slice(starts[-1], starts[-1] + count),
+            )
             slots[here], copy = self.allocator.extend(request.sequence, count)
             if copy:
                 copies[:, len(chosen)] = copy
@@ -185,7 +217,10 @@ class Server:
     def advance(self) -> None:
         chosen, batch = self.schedule()
         self.cache, following = step(self.model, self.cache, batch)
-        self.steps, self.tokens = self.steps + 1, self.tokens + int(batch.sequences.query_start_loc[-1])
+        self.steps, self.tokens = (
+            self.steps + 1,
+            self.tokens + int(batch.sequences.query_start_loc[-1]),
+        )
         done = []
         for request, token in zip(chosen, np.asarray(following).tolist(), strict=False):
             if self.due(request) == 0 and request is not self.system:
@@ -195,7 +230,10 @@ class Server:
                     done.append(request.name)
         if done:
             bar = f"[cyan]{'█' * (PAGES - self.allocator.free_pages):░<{PAGES}}[/]"
-            print(f"step {self.steps:2}  {bar} pages  {len(self.waiting)} waiting  [green]{' '.join(done)} done[/]")
+            print(
+                f"step {self.steps:2}  {bar} pages  {len(self.waiting)} waiting  "
+                f"[green]{' '.join(done)} done[/]"
+            )
 
     def serve(self, requests: list[Request]) -> None:
         coming = deque(sorted(requests, key=lambda request: request.arrival))
@@ -206,19 +244,23 @@ class Server:
             self.advance()
 
 
-# The check: the whole of every sequence at once ---------------------------------------------------------------
+# The check: the whole of every sequence at once -----------------------------------------------
 
 
 @jax.jit
 def greedy(model: dict[str, Any], tokens: jax.Array) -> jax.Array:
     """The most likely next token after each one of (B, T), without a cache."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = hidden_states(model, tokens, positions, lambda _, q, k, v: flash_attention(q, k, v, causal=True))
+    x = hidden_states(
+        model, tokens, positions, lambda _, q, k, v: flash_attention(q, k, v, causal=True)
+    )
     return jnp.argmax(x @ model["embed"].T, axis=-1)
 
 
 def equal_to_recompute(model: dict[str, Any], requests: list[Request]) -> bool:
-    """Every token of every answer is the greedy one after all tokens before it, so the answers are equal."""
+    """Every token of every answer is the greedy one after all tokens before it, so the answers
+    are equal.
+    """
     tokens = np.zeros((len(requests), MAX_PAGES * PAGE_SIZE), np.int32)
     for row, request in zip(tokens, requests, strict=True):
         row[: len(request.tokens)] = request.tokens
@@ -231,7 +273,9 @@ def equal_to_recompute(model: dict[str, Any], requests: list[Request]) -> bool:
 
 def main() -> Server:
     random = np.random.default_rng(0)
-    system_prompt = random.integers(VOCAB, size=21).tolist()  # not whole pages: who writes on gets a copy of the last
+    system_prompt = random.integers(
+        VOCAB, size=21
+    ).tolist()  # not whole pages: who writes on gets a copy of the last
     requests = []
     for name in "abcdefghijklmnop":
         prompt = random.integers(VOCAB, size=random.integers(1, 45)).tolist()
@@ -243,8 +287,14 @@ def main() -> Server:
         server.serve(requests)
         rate = (server.tokens - before) / (time.perf_counter() - start)
         equal = equal_to_recompute(server.model, requests)
-    print(f"{server.copies} shared pages copied when written into, {server.put_off} times a request put off")
-    print(f"{server.tokens} tokens in {server.steps} steps, {rate:.0f} tokens/s, {len(compilations)} compilation")
+    print(
+        f"{server.copies} shared pages copied when written into, "
+        f"{server.put_off} times a request put off"
+    )
+    print(
+        f"{server.tokens} tokens in {server.steps} steps, {rate:.0f} tokens/s, "
+        f"{len(compilations)} compilation"
+    )
     if not equal:
         raise SystemExit("the answers differ from those of the full recompute")
     print("[bold green]equal to the full recompute[/]")

@@ -1,10 +1,11 @@
-"""Train a small Equinox transformer on packed documents, on any device: `train_flax.py` in Equinox's words.
+"""Train a small Equinox transformer on packed documents, on any device: `train_flax.py` in
+Equinox's words.
 
     pip install equinox optax
     python examples/train_equinox.py
 
-Equinox's modules see one row at a time, and `jax.vmap` the batch. Attention is called inside: a row is `(T, heads, D)`,
-and the kernel takes the whole batch all the same.
+Equinox's modules see one row at a time, and `jax.vmap` the batch. Attention is called inside: a
+row is `(T, heads, D)`, and the kernel takes the whole batch all the same.
 """
 
 import time
@@ -67,8 +68,12 @@ class Transformer(eqx.Module):
     def __init__(self, key: jax.Array):
         keys = jax.random.split(key, LAYERS + 2)
         small = WIDTH**-0.5  # the same weights turn outputs into logits
-        self.tokens = eqx.nn.Embedding(weight=small * jax.random.normal(keys[0], (VOCAB, WIDTH)))
-        self.positions = eqx.nn.Embedding(weight=small * jax.random.normal(keys[1], (LENGTH, WIDTH)))
+        self.tokens = eqx.nn.Embedding(
+            weight=small * jax.random.normal(keys[0], (VOCAB, WIDTH))
+        )
+        self.positions = eqx.nn.Embedding(
+            weight=small * jax.random.normal(keys[1], (LENGTH, WIDTH))
+        )
         self.blocks = [Block(key) for key in keys[2:]]
         self.norm = eqx.nn.RMSNorm(WIDTH)
 
@@ -80,7 +85,9 @@ class Transformer(eqx.Module):
         return jax.vmap(self.norm)(x) @ self.tokens.weight.T
 
 
-def loss_of(model: Transformer, tokens: jax.Array, documents: jax.Array, targets: jax.Array) -> jax.Array:
+def loss_of(
+    model: Transformer, tokens: jax.Array, documents: jax.Array, targets: jax.Array
+) -> jax.Array:
     logits = jax.vmap(model)(tokens, documents)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     return jnp.sum(losses, where=targets >= 0) / jnp.sum(targets >= 0)
@@ -91,11 +98,16 @@ def arrays(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def keeps_to_its_document(model: Transformer, batch: Batch) -> bool:
-    """Whether other tokens in the other documents leave what a document predicts as it is, to the bit."""
+    """Whether other tokens in the other documents leave what a document predicts as it is, to
+    the bit.
+    """
     ours = batch.documents == 1
     tokens = np.where(ours, batch.tokens, (batch.tokens + 7) % VOCAB)
     run = eqx.filter_jit(eqx.filter_vmap(model))
-    one, other = (np.asarray(run(jnp.asarray(x), jnp.asarray(batch.documents)))[ours] for x in (batch.tokens, tokens))
+    one, other = (
+        np.asarray(run(jnp.asarray(x), jnp.asarray(batch.documents)))[ours]
+        for x in (batch.tokens, tokens)
+    )
     return bool((one == other).all())
 
 

@@ -3,9 +3,9 @@
     pip install flax
     python examples/train_flax.py
 
-Attention gets a `MaskInfo` made from the documents' ids: no document sees another, and blocks between documents are not
-computed. In the end the loss is close to the best there is, and what a document predicts does not depend on its
-neighbours in the row.
+Attention gets a `MaskInfo` made from the documents' ids: no document sees another, and blocks
+between documents are not computed. In the end the loss is close to the best there is, and what
+a document predicts does not depend on its neighbours in the row.
 """
 
 import time
@@ -57,14 +57,20 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, documents: jax.Array) -> jax.Array:
         packing = MaskInfo.from_segments(documents)
-        x = self.tokens(tokens) + self.positions(packing.q_positions)  # which begin anew in each document
+        x = self.tokens(tokens) + self.positions(
+            packing.q_positions
+        )  # which begin anew in each document
         for block in self.blocks:
             x = block(x, packing)
         return self.tokens.attend(self.norm(x))
 
 
-def loss_of(model: Transformer, tokens: jax.Array, documents: jax.Array, targets: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens, documents), jnp.maximum(targets, 0))
+def loss_of(
+    model: Transformer, tokens: jax.Array, documents: jax.Array, targets: jax.Array
+) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(tokens, documents), jnp.maximum(targets, 0)
+    )
     return jnp.sum(losses, where=targets >= 0) / jnp.sum(targets >= 0)
 
 
@@ -80,10 +86,15 @@ def arrays(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def keeps_to_its_document(model: Transformer, batch: Batch) -> bool:
-    """Whether other tokens in the other documents leave what a document predicts as it is, to the bit."""
+    """Whether other tokens in the other documents leave what a document predicts as it is, to
+    the bit.
+    """
     ours = batch.documents == 1
     tokens = np.where(ours, batch.tokens, (batch.tokens + 7) % VOCAB)
-    one, other = (np.asarray(model(jnp.asarray(x), jnp.asarray(batch.documents)))[ours] for x in (batch.tokens, tokens))
+    one, other = (
+        np.asarray(model(jnp.asarray(x), jnp.asarray(batch.documents)))[ours]
+        for x in (batch.tokens, tokens)
+    )
     return bool((one == other).all())
 
 

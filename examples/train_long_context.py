@@ -1,19 +1,23 @@
-"""Train a small transformer on sequences that are split over devices: data parallel times sequence parallel.
+r"""Train a small transformer on sequences that are split over devices: data parallel times
+sequence parallel.
 
-    python examples/train_long_context.py                            # on the accelerators that there are
-    python examples/train_long_context.py --devices 8                # on 8 devices that this host's CPU stands for
-    python examples/train_long_context.py --devices 1                # on one device: the same losses
-    python examples/train_long_context.py --processes 2 --process 0 --coordinator localhost:1234 --devices 4
-    python examples/train_long_context.py --processes 2 --process 1 --coordinator localhost:1234 --devices 4
+    python examples/train_long_context.py  # on the accelerators that there are
+    python examples/train_long_context.py --devices 8  # on 8 devices that the CPU stands for
+    python examples/train_long_context.py --devices 1  # on one device: the same losses
+    python examples/train_long_context.py --processes 2 --process 0 \
+        --coordinator localhost:1234 --devices 4
+    python examples/train_long_context.py --processes 2 --process 1 \
+        --coordinator localhost:1234 --devices 4
 
-The last two are two processes of one run. On a cluster every process runs this same script with `--cluster`, and
-`jax.distributed.initialize()` finds the others as JAX does it: on TPU VMs (one process per host, as from
-`gcloud compute tpus tpu-vm ssh --worker=all --command=...`), under Slurm (`srun`, one task per GPU or per node) and in
-Kubernetes (an indexed job with a headless service); elsewhere give `--coordinator`, `--processes` and `--process`.
+The last two are two processes of one run. On a cluster every process runs this same script with
+`--cluster`, and `jax.distributed.initialize()` finds the others as JAX does it: on TPU VMs (one
+process per host, as from `gcloud compute tpus tpu-vm ssh --worker=all --command=...`), under
+Slurm (`srun`, one task per GPU or per node) and in Kubernetes (an indexed job with a headless
+service); elsewhere give `--coordinator`, `--processes` and `--process`.
 
-Tokens, targets and positions are put into the zigzag order once, on the host. The model never needs to know: every
-layer but attention works on each token by itself, rotary embeddings read positions, and `ring_attention` is told the
-layout.
+Tokens, targets and positions are put into the zigzag order once, on the host. The model never
+needs to know: every layer but attention works on each token by itself, rotary embeddings read
+positions, and `ring_attention` is told the layout.
 """
 
 import argparse
@@ -32,16 +36,26 @@ from ejkernel.modules import ring_attention, to_zigzag
 
 Weights = dict[str, jax.Array]
 
-# Arguments ------------------------------------------------------------------------------------------------------
+# Arguments ------------------------------------------------------------------------------------
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--devices", type=int, help="take the CPU, as so many devices; default: what there is")
-parser.add_argument("--data", type=int, help="devices along the batch; default: 2 where they divide")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--devices", type=int, help="take the CPU, as so many devices; default: what there is"
+)
+parser.add_argument(
+    "--data", type=int, help="devices along the batch; default: 2 where they divide"
+)
 parser.add_argument("--length", type=int, default=512)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--steps", type=int, default=10)
-parser.add_argument("--method", default="ring", choices=["auto", "ring", "all_to_all", "all_gather"])
-parser.add_argument("--cluster", action="store_true", help="one of several processes, which JAX finds by itself")
+parser.add_argument(
+    "--method", default="ring", choices=["auto", "ring", "all_to_all", "all_gather"]
+)
+parser.add_argument(
+    "--cluster", action="store_true", help="one of several processes, which JAX finds by itself"
+)
 parser.add_argument("--coordinator", help="host:port of the first process")
 parser.add_argument("--processes", type=int, help="how many there are")
 parser.add_argument("--process", type=int, help="which this is")
@@ -58,7 +72,7 @@ def start(given: argparse.Namespace) -> None:
         jax.distributed.initialize(given.coordinator, given.processes, given.process)
 
 
-# The model ------------------------------------------------------------------------------------------------------
+# The model ------------------------------------------------------------------------------------
 
 VOCABULARY, LAYERS, WIDTH, HEADS, KEY_HEADS, DIM = 64, 2, 64, 4, 2, 16
 
@@ -86,7 +100,9 @@ def normalised(x: jax.Array) -> jax.Array:
 
 
 def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary embeddings (B, T, H, D) by the positions (T,) of the tokens, in whatever order they lie."""
+    """Rotary embeddings (B, T, H, D) by the positions (T,) of the tokens, in whatever order
+    they lie.
+    """
     half = x.shape[-1] // 2
     angle = positions[:, None, None] * 10000.0 ** -(jnp.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
@@ -94,7 +110,9 @@ def rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-def logits_of(weights: Weights, tokens: jax.Array, positions: jax.Array, attend: Callable[..., Any]) -> jax.Array:
+def logits_of(
+    weights: Weights, tokens: jax.Array, positions: jax.Array, attend: Callable[..., Any]
+) -> jax.Array:
     layers = {name: w for name, w in weights.items() if name != "embed"}
 
     def layer(x: jax.Array, w: Weights) -> tuple[jax.Array, None]:
@@ -108,24 +126,34 @@ def logits_of(weights: Weights, tokens: jax.Array, positions: jax.Array, attend:
     return normalised(x) @ weights["embed"].T
 
 
-def loss_of(weights: Weights, batch: dict[str, jax.Array], attend: Callable[..., Any]) -> jax.Array:
+def loss_of(
+    weights: Weights, batch: dict[str, jax.Array], attend: Callable[..., Any]
+) -> jax.Array:
     scores = jax.nn.log_softmax(logits_of(weights, batch["tokens"], batch["positions"], attend))
     return -jnp.take_along_axis(scores, batch["targets"][..., None], -1).mean()
 
 
-# Training -------------------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------
 
 
 def batches(batch: int, length: int, steps: int) -> Iterator[dict[str, np.ndarray]]:
-    """Sequences that repeat themselves from far away: only attention over the whole length predicts the second half."""
+    """Sequences that repeat themselves from far away: only attention over the whole length
+    predicts the second half.
+    """
     rng = np.random.default_rng(0)
     for _ in range(steps):
         half = rng.integers(0, VOCABULARY, (batch, length // 2 + 1))
         whole = np.concatenate([half, half], 1)[:, : length + 1].astype(np.int32)
-        yield {"tokens": whole[:, :-1], "targets": whole[:, 1:], "positions": np.arange(length, dtype=np.int32)}
+        yield {
+            "tokens": whole[:, :-1],
+            "targets": whole[:, 1:],
+            "positions": np.arange(length, dtype=np.int32),
+        }
 
 
-def train(mesh: Mesh, *, batch: int = 4, length: int = 512, steps: int = 10, method: str = "ring") -> list[float]:
+def train(
+    mesh: Mesh, *, batch: int = 4, length: int = 512, steps: int = 10, method: str = "ring"
+) -> list[float]:
     """The losses of some steps on a mesh with axes "data" and "sequence"."""
     split, n = P("data", "sequence"), mesh.shape["sequence"]
     where = {"axis_name": "sequence", "mesh": mesh, "in_specs": (split, split, split)}
@@ -134,7 +162,9 @@ def train(mesh: Mesh, *, batch: int = 4, length: int = 512, steps: int = 10, met
 
     def placed(x: np.ndarray, spec: P) -> jax.Array:
         """An array of all processes, of which each makes its own part."""
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+        return jax.make_array_from_callback(
+            x.shape, NamedSharding(mesh, spec), lambda index: x[index]
+        )
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Any, momentum: Any, batch: Any) -> Any:
@@ -166,7 +196,9 @@ def main() -> None:
     given = parser.parse_args()
     start(given)
     mesh = mesh_of(given.data)
-    losses = train(mesh, batch=given.batch, length=given.length, steps=given.steps, method=given.method)
+    losses = train(
+        mesh, batch=given.batch, length=given.length, steps=given.steps, method=given.method
+    )
     if jax.process_index() == 0:
         print(f"{dict(mesh.shape)}, {jax.process_count()} processes, {given.length} tokens")
         for number, loss in enumerate(losses):

@@ -1,11 +1,12 @@
-"""Train a small PyTorch transformer with block-sparse attention on packed documents, on a CPU or an NVIDIA GPU.
+"""Train a small PyTorch transformer with block-sparse attention on packed documents, on a CPU
+or an NVIDIA GPU.
 
     pip install 'ejkernel-attention[torch]'
     python examples/train_torch.py
 
-Every head sees its own two blocks of tokens and every third block before them, other ones than its neighbours; the
-rest is neither read nor computed, forward and backward. Documents follow one another without padding, and no document
-sees another.
+Every head sees its own two blocks of tokens and every third block before them, other ones than
+its neighbours; the rest is neither read nor computed, forward and backward. Documents follow
+one another without padding, and no document sees another.
 """
 
 import time
@@ -50,7 +51,9 @@ class Block(nn.Module):
         self.out = nn.Linear(H * D, WIDTH, bias=False)
         self.attention = LocalStrideSparseAttention(H, LONGEST, BLOCK, LOCAL, STRIDE)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor, starts: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norms[0](x)).view(-1, 3, H, D).unbind(1)  # (tokens, H, D)

@@ -110,6 +110,8 @@ def test_the_glossary_names_what_is_there():
 
 
 def test_every_example_is_shown():
+    for path in (ROOT / "examples").glob("*.py"):  # whose lines a page shows
+        assert max(map(len, path.read_text().splitlines())) <= 96, path.name
     page = (DOCS / "examples.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert f'--8<-- "examples/{path.name}"' in page
