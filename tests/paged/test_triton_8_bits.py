@@ -42,12 +42,12 @@ APART = (
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
 def test_warps_apart(case):
-    check_case(case, INTERPRETED, cfg={"decode_keys": 64, "decode_warps": 4, "decode_apart": True})
+    check_case(case, INTERPRETED, cfg={"decode_keys": 64, "decode_warps": 4, "decode_independent_warps": True})
 
 
 def test_warps_apart_need_keys():
-    with pytest.raises(ValueError, match="decode_apart needs 16 keys for each warp, not 32 for 4 of them"):
-        Config(decode_keys=32, decode_warps=4, decode_apart=True)
+    with pytest.raises(ValueError, match="decode_independent_warps needs 16 keys for each warp, not 32 for 4 of them"):
+        Config(decode_keys=32, decode_warps=4, decode_independent_warps=True)
 
 
 class Ptx:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.sizes import power_of_two, rounded_sizes
+from ejkernel.kernels.common.struct_call import struct_call
 from ejkernel.kernels.native_sparse import selection
 from ejkernel.kernels.native_sparse.block_table import block_table
 from ejkernel.kernels.native_sparse.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
@@ -34,18 +35,9 @@ def _struct_call(
     dtype: str = "bfloat16", **options: Any,
 ) -> Call:  # fmt: skip
     """A canonical call on shapes alone; an option given as a function is made inside."""
-    found: list[Call] = []
-
-    def build(q: jax.Array, k: jax.Array, v: jax.Array, indices: jax.Array) -> None:
-        made: dict[str, Any] = {name: option() if callable(option) else option for name, option in options.items()}
-        call = canonicalise(q, k, v, indices, **made)
-        structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
-        found.append(Call(call.spec, structs))  # pyright: ignore[reportArgumentType]
-
-    shapes = [(B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, Dv)]
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    jax.eval_shape(build, *arrays, jax.ShapeDtypeStruct((B, T, Hkv, K), "int32"))
-    return found[0]
+    struct = jax.ShapeDtypeStruct
+    tokens = (struct(shape, dtype) for shape in ((B, T, H, D), (B, T, Hkv, D), (B, T, Hkv, Dv)))
+    return struct_call(canonicalise, *tokens, struct((B, T, Hkv, K), "int32"), **options)
 
 
 def probes() -> dict[str, Call]:

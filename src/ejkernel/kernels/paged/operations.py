@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel.kernels.common.sizes import rounded_sizes
+from ejkernel.kernels.common.struct_call import struct_call
 from ejkernel.kernels.paged.calls import decode_call, page_call, prefill_call, ragged_decode_call, ragged_page_call
 from ejkernel.kernels.paged.sharded import along_length, along_pages
 from ejkernel.kernels.paged.spec import (
@@ -44,20 +45,6 @@ def bucket(call: Call) -> str:
     return "-".join([rounded_sizes(sizes.items()), call["query"].dtype.name, cache, kind, *window])
 
 
-def _structs(call_for: Any, *given: Any, **options: Any) -> Call:
-    """A canonical call on shapes alone; an option given as a function is made inside."""
-    found: list[Call] = []
-
-    def build(*arrays: jax.Array) -> None:
-        made = {name: option() if callable(option) else option for name, option in options.items()}
-        call = call_for(*arrays, **made)
-        structs: Any = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()}
-        found.append(Call(call.spec, structs))
-
-    jax.eval_shape(build, *given)
-    return found[0]
-
-
 def page_structs(
     *, H: int = 8, Hkv: int = 2, D: int = 64, Dv: int | None = None, L: int = 16, dtype: str = "bfloat16",
     cache: str | None = None, tokens: int = 1, N: int = 4, W: int = 8, **options: Any,
@@ -65,7 +52,7 @@ def page_structs(
     """A call of `page_attention` on shapes alone."""
     struct = jax.ShapeDtypeStruct
     query, pages = struct((N, tokens, H, D), dtype), [struct((N * W, L, Hkv, d), cache or dtype) for d in (D, Dv or D)]
-    return _structs(page_call, query, *pages, struct((N,), "int32"), struct((N, W), "int32"), **options)
+    return struct_call(page_call, query, *pages, struct((N,), "int32"), struct((N, W), "int32"), **options)
 
 
 def probes() -> dict[str, Call]:
@@ -80,14 +67,14 @@ def probes() -> dict[str, Call]:
     return {
         "decode": page_structs(),
         "several tokens each": page_structs(tokens=4),
-        "mixed batch (`ragged_page_attention`)": _structs(
+        "mixed batch (`ragged_page_attention`)": struct_call(
             ragged_page_call, packed, pages, lens, table, struct((5,), "int32"), struct((), "int32")
         ),
-        "one sequence's chunk (`prefill_page_attention`)": _structs(
+        "one sequence's chunk (`prefill_page_attention`)": struct_call(
             prefill_call, packed, *halves, struct((), "int32"), struct((8,), "int32")
         ),
-        "flat buffer (`decode_attention`)": _structs(decode_call, batch, *flat, table, lens, page_size=1),
-        "contiguous cache (`ragged_decode_attention`)": _structs(ragged_decode_call, batch, *whole, lens, lens),
+        "flat buffer (`decode_attention`)": struct_call(decode_call, batch, *flat, table, lens, page_size=1),
+        "contiguous cache (`ragged_decode_attention`)": struct_call(ragged_decode_call, batch, *whole, lens, lens),
         "sliding window": page_structs(sliding_window=32),
         "sinks": page_structs(softmax_aux=lambda: jnp.zeros(8)),
         "soft cap": page_structs(logits_soft_cap=30.0),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.triton_launch import TritonLaunch, run_nan_safe
 from ejkernel.kernels.native_sparse.block_table import first_keys
 from ejkernel.kernels.native_sparse.lists import Entries, entries, tiling
 from ejkernel.kernels.native_sparse.spec import dimensions
@@ -25,9 +26,9 @@ class Config:
     """How a call is done.
 
     Attributes:
-        order: of the forward. "queries": neighbouring queries walk the union of their blocks, so that a key is loaded
-            once for all of them. "keys": the queries that selected a block are gathered to it, and the parts of a
-            query's answer are merged; it does no work for queries that do not share blocks.
+        order: of the forward. "queries": neighbouring queries attend to the union of their blocks, so that a key is
+            loaded once for all of them. "keys": the queries that selected a block are gathered to it, and the outputs
+            of a query's blocks are merged; it does no work for queries that do not share blocks.
         rows: of a tile, queries times the heads of a group (rounded up to a power of two).
         block_k: keys of a tile; in the forward by keys it is a block.
         segment: entries (a query and one of its blocks) for one program, by keys.
@@ -91,7 +92,9 @@ def remark(call: Call, config: Config) -> str:
     """Which order, and why."""
     G = dimensions(call).G
     if config.order == "queries":
-        shared = f"{_queries(call, config)} neighbouring queries with their {G} heads walk the union of their blocks"
+        shared = (
+            f"{_queries(call, config)} neighbouring queries with their {G} heads attend to the union of their blocks"
+        )
         return f"by queries: {shared}, which pays where heads fill a tile or neighbours choose alike"
     return f"by keys: a group of {G} would not fill a tile, so that the queries of a block do"
 
@@ -99,9 +102,12 @@ def remark(call: Call, config: Config) -> str:
 def search_space(call: Call) -> list[Config]:
     base = default_config(call)
     tiles = [(rows, keys, w, s) for rows in (32, 64, 128) for keys in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
-    found = [replace(base, rows=rows, block_k=keys, warps=w, stages=s, backward_stages=s) for rows, keys, w, s in tiles]
-    both = [replace(config, order=order) for order in ("queries", "keys") for config in found]
-    return [config for config in both if not unsupported_config(call, config)]
+    configs = [
+        replace(base, order=order, rows=rows, block_k=keys, warps=w, stages=s, backward_stages=s)
+        for order in ("queries", "keys")
+        for rows, keys, w, s in tiles
+    ]
+    return [config for config in configs if not unsupported_config(call, config)]
 
 
 def _queries(call: Call, config: Config) -> int:
@@ -110,134 +116,96 @@ def _queries(call: Call, config: Config) -> int:
     return max(1, min(32, config.rows // heads))
 
 
-class _Launch:
-    """The arguments that the kernels share, by name."""
+def _launch(call: Call, config: Config, grid: tuple[int, int], **tiles: Any) -> TritonLaunch:
+    """What the kernels share; `tiles` are the constants that differ between orders."""
+    from ejkernel.kernels.native_sparse.triton.tiles import Constants
 
-    def __init__(self, call: Call, config: Config, **constants: Any):
-        from ejkernel.kernels.native_sparse.triton.tiles import Constants
-
-        dims = dimensions(call)
-        self.warps, self.stages = config.warps, config.stages
-        sinks = call.get("sinks")
-        self.values: dict[str, Any] = {
-            "p_q": call["query"],
-            "p_k": call["key"],
-            "p_v": call["value"],
-            "p_indices": call["indices"],
-            "p_starts": call["starts"],
-            "p_limits": call["limits"],
-            "p_sinks": sinks,
-            "T": dims.T,
-            "S": dims.S,
-            "N": dims.N,
-            "scale": call.spec.scale,
-        }
-        given = {"GP": power_of_two(dims.G), **constants}
-        # a product has at least 16 rows
-        given["GP"] = max(given["GP"], 16 // given["BQ"])
-        self.constants = Constants(
-            H=dims.H,
-            HK=dims.Hkv,
-            G=dims.G,
-            D=dims.D,
-            DV=dims.Dv,
-            BD=power_of_two(dims.D, 16),
-            BDV=power_of_two(dims.Dv, 16),
-            K=dims.K,
-            KP=power_of_two(dims.K),
-            BS=call.spec.block_size,
-            PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
-            STARTS_B=call["starts"].shape[0] > 1,
-            LIMITS_B=call["limits"].shape[0] > 1,
-            SINKS=sinks is not None,
-            SINKS_B=sinks is not None and sinks.shape[0] > 1,
-            **given,
-        )
-
-    def run(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        out_shape: Any,
-        *,
-        aliases: Any = None,
-        warps: int | None = None,
-        careful: bool = False,
-        **more: Any,
-    ) -> Any:
-        """Launch a kernel with the arguments its signature names."""
-        from ejkernel.bridge import triton_call_by_name
-
-        return triton_call_by_name(
-            kernel,
-            {**self.values, **more},
-            aliases=aliases,
-            out_shape=out_shape,
-            grid=grid,
-            num_warps=warps or self.warps,
-            num_stages=1 if careful else self.stages,
-            C=replace(self.constants, GUARD=careful),
-        )
-
-    def run_twice(self, kernel: Any, grid: tuple[int, int], outputs: dict[str, Any], **more: Any) -> list[jax.Array]:
-        """Outputs of the fast launch, and of the careful one where the first left a nan."""
-        absent = dict.fromkeys((f"p_old_{name}" for name in outputs), None)
-        bad = jax.ShapeDtypeStruct((grid[1], grid[0]), jnp.int32)
-        *found, flags = self.run(kernel, grid, [*outputs.values(), bad], **more, **absent, p_flags=None)
-        old = dict(zip(absent, found, strict=True))
-        shapes = [*outputs.values(), jax.ShapeDtypeStruct((1,), jnp.int32)]
-        aliases = {name: number for number, name in enumerate(old)}
-        return self.run(kernel, grid, shapes, aliases=aliases, **more, **old, p_flags=flags, careful=True)[:-1]
+    dims = dimensions(call)
+    sinks = call.get("sinks")
+    values = {
+        "p_q": call["query"],
+        "p_k": call["key"],
+        "p_v": call["value"],
+        "p_indices": call["indices"],
+        "p_starts": call["starts"],
+        "p_limits": call["limits"],
+        "p_sinks": sinks,
+        "T": dims.T,
+        "S": dims.S,
+        "N": dims.N,
+        "scale": call.spec.scale,
+    }
+    constants = Constants(
+        H=dims.H,
+        HK=dims.Hkv,
+        G=dims.G,
+        GP=max(power_of_two(dims.G), 16 // tiles["BQ"]),  # a product has at least 16 rows
+        D=dims.D,
+        DV=dims.Dv,
+        BD=power_of_two(dims.D, 16),
+        BDV=power_of_two(dims.Dv, 16),
+        K=dims.K,
+        KP=power_of_two(dims.K),
+        BS=call.spec.block_size,
+        PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
+        STARTS_B=call["starts"].shape[0] > 1,
+        LIMITS_B=call["limits"].shape[0] > 1,
+        SINKS=sinks is not None,
+        SINKS_B=sinks is not None and sinks.shape[0] > 1,
+        **tiles,
+    )
+    return TritonLaunch(values, constants, grid, config.warps, config.stages)
 
 
-class _ByQueries:
-    """Tiles of neighbouring queries, and the list of blocks that each of them walks."""
+def _run_nan_safe(kernel: Any, outputs: dict[str, Any], launch: TritonLaunch, **more: Any) -> list[jax.Array]:
+    nan_safe = replace(launch, constants=replace(launch.constants, GUARD=True), stages=1)
+    return run_nan_safe(kernel, outputs, launch, nan_safe, launch.grid[::-1], **more)
 
-    def __init__(self, call: Call, config: Config):
-        dims = dimensions(call)
-        joined = dims.K <= _LONGEST_JOINED
-        queries = _queries(call, config) if joined else 1
-        tiles = -(-dims.T // queries)
-        entries = min(queries * dims.K, dims.N) if joined else dims.K
-        self.launch = _Launch(
-            call, config, BQ=queries, BK=config.block_k, ENTRIES=entries, MEMBERS=joined and queries > 1
-        )
-        self.grid = tiles, dims.B * dims.Hkv
-        self.lists = self._joined() if joined else self._as_they_are(call)
 
-    def _joined(self) -> Arrays:
-        from ejkernel.kernels.native_sparse.triton.tiles import union_kernel
+def _by_queries(call: Call, config: Config) -> tuple[TritonLaunch, Arrays]:
+    """A launch over tiles of neighbouring queries, and the list of blocks of each of them."""
+    dims = dimensions(call)
+    if dims.K > _LONGEST_JOINED:
+        return _launch(call, config, (dims.T, dims.B * dims.Hkv), BQ=1, BK=config.block_k, ENTRIES=dims.K), _own(call)
+    queries = _queries(call, config)
+    grid = -(-dims.T // queries), dims.B * dims.Hkv
+    entries = min(queries * dims.K, dims.N)
+    launch = _launch(call, config, grid, BQ=queries, BK=config.block_k, ENTRIES=entries, MEMBERS=queries > 1)
+    return launch, _joined(launch)
 
-        number = jax.ShapeDtypeStruct(self.grid[::-1], jnp.int32)
-        table = jax.ShapeDtypeStruct((*number.shape, self.launch.constants.ENTRIES), jnp.int32)
-        found = self.launch.run(union_kernel, self.grid, [number, table, table], warps=1)
-        return dict(zip(("p_number", "p_list", "p_members"), found, strict=True))
 
-    def _as_they_are(self, call: Call) -> Arrays:
-        indices = jnp.moveaxis(call["indices"], 2, 1)
-        first = first_keys(call["starts"], indices, -1)
-        last = jnp.where(indices >= 0, jnp.arange(1, indices.shape[-1] + 1, dtype=jnp.int32), 0).max(-1)
-        flat = self.grid[::-1]
-        return {"p_number": last.reshape(flat), "p_list": first.reshape(*flat, -1), "p_members": last.reshape(flat)}
+def _joined(launch: TritonLaunch) -> Arrays:
+    """The union of the blocks of each tile's queries."""
+    from ejkernel.kernels.native_sparse.triton.tiles import union_kernel
 
-    def run(self, kernel: Any, outputs: dict[str, Any], **more: Any) -> list[jax.Array]:
-        return self.launch.run_twice(kernel, self.grid, outputs, **self.lists, **more)
+    number = jax.ShapeDtypeStruct(launch.grid[::-1], jnp.int32)
+    table = jax.ShapeDtypeStruct((*number.shape, launch.constants.ENTRIES), jnp.int32)
+    lists = replace(launch, warps=1).run(union_kernel, [number, table, table])
+    return dict(zip(("p_number", "p_list", "p_members"), lists, strict=True))
+
+
+def _own(call: Call) -> Arrays:
+    """The blocks of each query, as they are given."""
+    indices = jnp.moveaxis(call["indices"], 2, 1)
+    first = first_keys(call["starts"], indices, -1)
+    last = jnp.where(indices >= 0, jnp.arange(1, indices.shape[-1] + 1, dtype=jnp.int32), 0).max(-1)
+    B, Hkv, T, K = indices.shape
+    last = last.reshape(B * Hkv, T)
+    return {"p_number": last, "p_list": first.reshape(B * Hkv, T, K), "p_members": last}
 
 
 class _ByKeys:
-    """Tiles of keys, and the entries that selected each of them."""
+    """A launch over tiles of keys, and the entries that selected each of them."""
 
     def __init__(self, call: Call, config: Config, block_k: int, **constants: Any):
         dims = dimensions(call)
-        self.launch = _Launch(call, config, BQ=_queries(call, config), BK=block_k, **constants)
-        self.tiles = tiling(dims.N, call.spec.block_size, block_k).tiles
         self.entries: Entries = entries(call, block_k, config.segment)
-        self.items = self.entries.items.shape[2]
-        self.heads = dims.B * dims.Hkv
-
-    def run(self, kernel: Any, outputs: dict[str, Any], **more: Any) -> list[jax.Array]:
-        lists = {"p_order": self.entries.order, "p_items": self.entries.items}
-        return self.launch.run_twice(kernel, (self.items, self.heads), outputs, **lists, **more)
+        self.lists = {"p_order": self.entries.order, "p_items": self.entries.items}
+        self.items, heads = self.entries.items.shape[2], dims.B * dims.Hkv
+        queries, tiles = _queries(call, config), tiling(dims.N, call.spec.block_size, block_k).tiles
+        self.launch = _launch(call, config, (self.items, heads), BQ=queries, BK=block_k, **constants)
+        self.over_queries = replace(self.launch, grid=(-(-dims.T // queries), heads))
+        self.over_keys = replace(self.launch, grid=(tiles, heads))
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -251,15 +219,15 @@ def run_forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     out = jax.ShapeDtypeStruct((dims.B, dims.T, dims.H, dims.Dv), dtype)
     lse = jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32)
     if config.order == "queries":
-        found = _ByQueries(call, config).run(forward_kernel, {"out": out, "lse": lse})
+        launch, lists = _by_queries(call, config)
+        results = _run_nan_safe(forward_kernel, {"out": out, "lse": lse}, launch, **lists)
     else:
         by_keys = _ByKeys(call, config, _whole_block(call))
         rows = (dims.B, dims.Hkv, dims.T * dims.K, dims.G)
         parts = {"part": jax.ShapeDtypeStruct((*rows, dims.Dv), dtype), "lse": jax.ShapeDtypeStruct(rows, jnp.float32)}
-        part, part_lse = by_keys.run(partial_kernel, parts)
-        grid = -(-dims.T // by_keys.launch.constants.BQ), by_keys.heads
-        found = by_keys.launch.run(merge_kernel, grid, [out, lse], p_part=part, p_part_lse=part_lse)
-    outputs = dict(zip(("out", "lse"), found, strict=True))
+        part, part_lse = _run_nan_safe(partial_kernel, parts, by_keys.launch, **by_keys.lists)
+        results = by_keys.over_queries.run(merge_kernel, [out, lse], p_part=part, p_part_lse=part_lse)
+    outputs = dict(zip(("out", "lse"), results, strict=True))
     return outputs, outputs
 
 
@@ -275,20 +243,19 @@ def run_backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Conf
     in_parts = config.order == "keys"
     block_k = _whole_block(call) if in_parts else min(_whole_block(call), config.block_k)
     by_keys = _ByKeys(call, config, block_k, DQ_PARTS=in_parts)
-    part = (dims.B, dims.Hkv, by_keys.items, by_keys.launch.constants.BK)
+    part = (dims.B, dims.Hkv, by_keys.items, block_k)
     shapes = {name: jax.ShapeDtypeStruct((*part, n), jnp.float32) for name, n in (("dk", dims.D), ("dv", dims.Dv))}
     # nothing is written to the one element of the other order
     entries = (dims.B, dims.Hkv, dims.T * dims.K, dims.G, dims.D) if in_parts else (1,)
     shapes["dq"] = jax.ShapeDtypeStruct(entries, call["query"].dtype)
-    dkey, dvalue, dquery = by_keys.run(dkv_kernel, shapes, **rows)
+    dkey, dvalue, dquery = _run_nan_safe(dkv_kernel, shapes, by_keys.launch, **by_keys.lists, **rows)
     if in_parts:
-        grid = -(-dims.T // by_keys.launch.constants.BQ), by_keys.heads
-        dquery = by_keys.launch.run(dq_sum_kernel, grid, _like(call["query"]), p_part=dquery)
+        dquery = by_keys.over_queries.run(dq_sum_kernel, _like(call["query"]), p_part=dquery)
     else:
-        (dquery,) = _ByQueries(call, config).run(dq_kernel, {"dq": _like(call["query"])}, **rows)
-    dkey, dvalue = by_keys.launch.run(
+        launch, lists = _by_queries(call, config)
+        (dquery,) = _run_nan_safe(dq_kernel, {"dq": _like(call["query"])}, launch, **lists, **rows)
+    dkey, dvalue = by_keys.over_keys.run(
         sum_kernel,
-        (by_keys.tiles, by_keys.heads),
         [_like(call["key"]), _like(call["value"])],
         # what lies behind packed sequences is in no block
         aliases={"p_old_dk": 0, "p_old_dv": 1},

@@ -14,10 +14,10 @@ from ejkernel.kernels.native_sparse.triton.tiles import (
     head_of,
     item_keys,
     listed_keys,
-    load_tile,
+    load_matrix_rows,
     part_rows,
     query_rows,
-    store_tile,
+    store_matrix_rows,
     tile_keys,
     tile_rows,
     weighted_sum,
@@ -41,8 +41,8 @@ def dq_kernel(
     p_list += i_row.to(tl.int64) * C.ENTRIES
     p_members += i_row.to(tl.int64) * C.ENTRIES
     n_blocks = tl.load(p_number + i_row)
-    b_q = load_tile(p_q, o_row, m_row, C.D, C.BD)
-    b_do = load_tile(p_dout, o_row, m_row, C.DV, C.BDV)
+    b_q = load_matrix_rows(p_q, o_row, m_row, C.D, C.BD)
+    b_do = load_matrix_rows(p_dout, o_row, m_row, C.DV, C.BDV)
     b_lse = tl.load(p_lse + o_row, mask=m_row, other=float("inf"))
     b_delta = tl.load(p_delta + o_row, mask=m_row, other=0.0)
     b_dq = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
@@ -50,15 +50,15 @@ def dq_kernel(
     for n in range(tl.cdiv(n_blocks * C.BS, C.BK)):
         o_k, m_k, m_seen = listed_keys(p_list, p_members, n, n_blocks, b_limit, S, C)
         o_key = o_head + o_k.to(tl.int64) * C.HK
-        b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
-        b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
+        b_k = load_matrix_rows(p_k, o_key, m_k, C.D, C.BD)
+        b_v = load_matrix_rows(p_v, o_key, m_k, C.DV, C.BDV)
         # (R, BK)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
         b_p = tl.exp2(b_s * (scale * LOG2_E) - b_lse[:, None])
         b_ds = tl.where(m_seen, b_p * (b_dp - b_delta[:, None]), 0.0)
         b_dq = weighted_sum(b_ds, b_k, m_seen, b_dq, C)
-    store_tile(p_dq, b_dq * scale, o_row, m_row, C.D, C.BD)
+    store_matrix_rows(p_dq, b_dq * scale, o_row, m_row, C.D, C.BD)
     if not C.GUARD:
         tl.store(p_bad + i_row + tl.arange(0, 1), has_nan(b_dq))
 
@@ -93,8 +93,8 @@ def dkv_kernel(
         o_entry, o_next = o_next, entries_at(p_order, i_entry + C.BQ, i_last, m_h, C)
         o_t, m_row, b_from, b_limit = entry_sees(p_indices, p_starts, p_limits, o_entry, i_b, i_hk, T, N, C)
         o_row = (i_b.to(tl.int64) * T + o_t) * C.H + o_h
-        b_q = load_tile(p_q, o_row, m_row, C.D, C.BD)
-        b_do = load_tile(p_dout, o_row, m_row, C.DV, C.BDV)
+        b_q = load_matrix_rows(p_q, o_row, m_row, C.D, C.BD)
+        b_do = load_matrix_rows(p_dout, o_row, m_row, C.DV, C.BDV)
         # (BK, R): transposed, so that the weights are the left operand of both products below
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=C.PRECISION)
         b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=C.PRECISION)
@@ -109,13 +109,13 @@ def dkv_kernel(
             # (R, BD)
             b_zero = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
             b_dq = weighted_sum(tl.trans(b_ds), b_k, tl.trans(m_seen), b_zero, C)
-            store_tile(p_dq, b_dq, entry_rows(o_entry, i_bh, T, C), m_row, C.D, C.BD)
+            store_matrix_rows(p_dq, b_dq, entry_rows(o_entry, i_bh, T, C), m_row, C.D, C.BD)
             b_bad = tl.maximum(b_bad, has_nan(b_dq))
     i_slot = tl.load(p_items + i_row.to(tl.int64) * 4 + 3)
     o_part = (i_bh * tl.num_programs(0) + i_slot).to(tl.int64) * C.BK + tl.arange(0, C.BK)
     m_part = tl.full([C.BK], 1, tl.int1)
-    store_tile(p_dk, b_dk * scale, o_part, m_part, C.D, C.BD)
-    store_tile(p_dv, b_dv, o_part, m_part, C.DV, C.BDV)
+    store_matrix_rows(p_dk, b_dk * scale, o_part, m_part, C.D, C.BD)
+    store_matrix_rows(p_dv, b_dv, o_part, m_part, C.DV, C.BDV)
     if not C.GUARD:
         b_bad = tl.maximum(b_bad, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
         tl.store(p_bad + i_row + tl.arange(0, 1), b_bad)
@@ -136,12 +136,12 @@ def sum_kernel(
     m_part = tl.full([C.BK], 1, tl.int1)
     for i_item in range(i_first, i_last):
         o_part = (i_bh * n_items + i_item).to(tl.int64) * C.BK + tl.arange(0, C.BK)
-        b_dk += load_tile(p_part_dk, o_part, m_part, C.D, C.BD)
-        b_dv += load_tile(p_part_dv, o_part, m_part, C.DV, C.BDV)
+        b_dk += load_matrix_rows(p_part_dk, o_part, m_part, C.D, C.BD)
+        b_dv += load_matrix_rows(p_part_dv, o_part, m_part, C.DV, C.BDV)
     o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, i_tile, N, S, C)
     o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
-    store_tile(p_dk, b_dk, o_key, m_k, C.D, C.BD)
-    store_tile(p_dv, b_dv, o_key, m_k, C.DV, C.BDV)
+    store_matrix_rows(p_dk, b_dk, o_key, m_k, C.D, C.BD)
+    store_matrix_rows(p_dv, b_dv, o_key, m_k, C.DV, C.BDV)
 
 
 @triton.jit
@@ -149,9 +149,9 @@ def dq_sum_kernel(p_part, p_indices, T, scale, p_dq, C: tl.constexpr):
     """The parts of a query's blocks, in order; C.BQ queries to a program."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
-    o_t, _, m_row, o_answer = tile_rows(i_t, i_b, i_hk, T, C)
+    o_t, _, m_row, o_out = tile_rows(i_t, i_b, i_hk, T, C)
     b_dq = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
     for n in tl.range(C.K, loop_unroll_factor=4):
         o_row, m_part = part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
-        b_dq += load_tile(p_part, o_row, m_part, C.D, C.BD).to(tl.float32)
-    store_tile(p_dq, b_dq * scale, o_answer, m_row, C.D, C.BD)
+        b_dq += load_matrix_rows(p_part, o_row, m_part, C.D, C.BD).to(tl.float32)
+    store_matrix_rows(p_dq, b_dq * scale, o_out, m_row, C.D, C.BD)

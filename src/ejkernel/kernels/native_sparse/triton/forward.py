@@ -1,13 +1,13 @@
-"""The forward kernels: by queries, which walk the blocks of a tile of them; or by keys, in parts that are merged.
+"""The forward kernels: by queries, over the blocks of a tile of them; or by keys, in parts that are merged.
 
-Each runs twice, as in the softmax family: fast, and then with care (C.GUARD) for the programs in which a nan turned up,
+Each runs twice, as in the softmax family: fast, and then nan-safe (C.GUARD) in the programs in which a nan turned up,
 which may have leaked from a hidden value: 0 * nan is nan.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.common.triton_tiles import LOG2_E, has_nan
+from ejkernel.kernels.common.triton_tiles import LOG2_E, has_nan, online_softmax, softmax_result
 from ejkernel.kernels.native_sparse.triton.tiles import (
     entries_at,
     entry_rows,
@@ -16,11 +16,11 @@ from ejkernel.kernels.native_sparse.triton.tiles import (
     head_of,
     item_keys,
     listed_keys,
-    load_tile,
+    load_matrix_rows,
     part_rows,
     query_rows,
-    store_answer,
-    store_tile,
+    store_matrix_rows,
+    store_outputs,
     tile_rows,
     weighted_sum,
 )
@@ -44,8 +44,8 @@ def forward_kernel(
     p_members += i_row.to(tl.int64) * C.ENTRIES
     n_blocks = tl.load(p_number + i_row)
     # (R, BD)
-    b_q = load_tile(p_q, o_row, m_row, C.D, C.BD)
-    b_top, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
+    b_q = load_matrix_rows(p_q, o_row, m_row, C.D, C.BD)
+    b_max, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
     # (R, BDV)
     b_out = tl.full([C.BQ * C.GP, C.BDV], 0.0, tl.float32)
     o_head = i_b.to(tl.int64) * S * C.HK + i_hk
@@ -53,21 +53,17 @@ def forward_kernel(
         o_k, m_k, m_seen = listed_keys(p_list, p_members, n, n_blocks, b_limit, S, C)
         o_key = o_head + o_k.to(tl.int64) * C.HK
         # (BK, BD)
-        b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
+        b_k = load_matrix_rows(p_k, o_key, m_k, C.D, C.BD)
         # (R, BK)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION) * (scale * LOG2_E)
         b_s = tl.where(m_seen, b_s, float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_s, 1))
-        # a row that has seen nothing yet: -inf - 0, not -inf - -inf
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_max, b_base, b_shrink = online_softmax(b_max, tl.max(b_s, 1), True)
         b_p = tl.exp2(b_s - b_base[:, None])
-        b_shrink = tl.exp2(b_top - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-        b_top = b_new
         # (BK, BDV)
-        b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
+        b_v = load_matrix_rows(p_v, o_key, m_k, C.DV, C.BDV)
         b_out = weighted_sum(b_p, b_v, m_seen, b_out * b_shrink[:, None], C)
-    b_out = store_answer(p_out, p_lse, b_out, b_top, b_sum, o_row, m_row, i_b, o_h, o_t, T, C)
+    b_out = store_outputs(p_out, p_lse, b_out, b_max, b_sum, o_row, m_row, i_b, o_h, o_t, T, C)
     if not C.GUARD:
         tl.store(p_bad + i_row + tl.arange(0, 1), has_nan(b_out))
 
@@ -96,21 +92,19 @@ def partial_kernel(
         # a step ahead: queries are loaded while those before them are multiplied
         o_entry, o_next = o_next, entries_at(p_order, i_entry + C.BQ, i_last, m_h, C)
         o_t, m_row, b_from, b_limit = entry_sees(p_indices, p_starts, p_limits, o_entry, i_b, i_hk, T, N, C)
-        b_q = load_tile(p_q, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, m_row, C.D, C.BD)
+        b_q = load_matrix_rows(p_q, (i_b.to(tl.int64) * T + o_t) * C.H + o_h, m_row, C.D, C.BD)
         # (R, BK)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION) * (scale * LOG2_E)
         m_seen = m_k[None, :] & (o_k[None, :] < b_limit[:, None]) & (o_k[None, :] >= b_from[:, None])
         b_s = tl.where(m_seen, b_s, float("-inf"))
-        b_top = tl.max(b_s, 1)
-        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_max = tl.max(b_s, 1)
+        b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
         b_p = tl.exp2(b_s - b_base[:, None])
         b_sum = tl.sum(b_p, 1)
-        m_some = b_sum != 0.0
-        b_total = tl.where(m_some, b_sum, 1.0)
+        b_total, b_lse = softmax_result(b_max, b_sum)
         b_out = weighted_sum(b_p, b_v, m_seen, tl.full([R, C.BDV], 0.0, tl.float32), C) / b_total[:, None]
         o_part = entry_rows(o_entry, i_bh, T, C)
-        store_tile(p_part, b_out, o_part, m_row, C.DV, C.BDV)
-        b_lse = tl.where(m_some, b_top + tl.log2(b_total), float("-inf"))
+        store_matrix_rows(p_part, b_out, o_part, m_row, C.DV, C.BDV)
         tl.store(p_lse + o_part, b_lse, mask=m_row)
         b_bad = tl.maximum(b_bad, has_nan(b_out))
     if not C.GUARD:
@@ -122,18 +116,15 @@ def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.
     """The parts of a query's blocks, and its sinks, into one answer; C.BQ queries to a program."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
-    o_t, o_h, m_row, o_answer = tile_rows(i_t, i_b, i_hk, T, C)
-    b_top, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
+    o_t, o_h, m_row, o_out = tile_rows(i_t, i_b, i_hk, T, C)
+    b_max, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
     b_out = tl.full([C.BQ * C.GP, C.BDV], 0.0, tl.float32)
     for n in tl.range(C.K, loop_unroll_factor=4):
         o_row, m_part = part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
         b_part = tl.load(p_part_lse + o_row, mask=m_part, other=float("-inf"))
-        b_new = tl.maximum(b_top, b_part)
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink = tl.exp2(b_top - b_base)
+        b_max, b_base, b_shrink = online_softmax(b_max, b_part, True)
         b_weight = tl.exp2(b_part - b_base)
         b_sum = b_sum * b_shrink + b_weight
-        b_top = b_new
-        b_x = load_tile(p_part, o_row, m_part, C.DV, C.BDV).to(tl.float32)
+        b_x = load_matrix_rows(p_part, o_row, m_part, C.DV, C.BDV).to(tl.float32)
         b_out = b_out * b_shrink[:, None] + b_x * b_weight[:, None]
-    store_answer(p_out, p_lse, b_out, b_top, b_sum, o_answer, m_row, i_b, o_h, o_t, T, C)
+    store_outputs(p_out, p_lse, b_out, b_max, b_sum, o_out, m_row, i_b, o_h, o_t, T, C)

@@ -12,7 +12,7 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.common.triton_tiles import LOG2_E
 from ejkernel.kernels.native_sparse.selection import assembled
-from ejkernel.kernels.native_sparse.triton.tiles import load_tile
+from ejkernel.kernels.native_sparse.triton.tiles import load_matrix_rows
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
@@ -80,7 +80,7 @@ def select_kernel(
     o_h = i_hk * G + o_g
     m_row = (o_t < T) & (o_g < G)
     # (BQ * GP, BD)
-    b_q = load_tile(p_q, (i_b.to(tl.int64) * T + o_t) * H + o_h, m_row, D, BD)
+    b_q = load_matrix_rows(p_q, (i_b.to(tl.int64) * T + o_t) * H + o_h, m_row, D, BD)
     b_lse = tl.load(p_lse + (i_b * H + o_h).to(tl.int64) * T + o_t, mask=m_row, other=float("inf")) * LOG2_E
     # (BQ, BEST): the best so far, the best first
     o_c = tl.arange(0, BEST)
@@ -96,7 +96,7 @@ def select_kernel(
         o_tile = tl.arange(0, TILES)
         for n in range(tl.cdiv(tl.minimum(i_to - i_piece, TILES * BN), BN)):
             o_n = i_piece + n * BN + tl.arange(0, BN)
-            b_k = load_tile(p_k, (i_b.to(tl.int64) * N + o_n) * HK + i_hk, o_n < N, D, BD)
+            b_k = load_matrix_rows(p_k, (i_b.to(tl.int64) * N + o_n) * HK + i_hk, o_n < N, D, BD)
             # (BQ * GP, BN)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
             b_p = tl.where(m_row[:, None], tl.exp2(b_s - b_lse[:, None]), 0.0)

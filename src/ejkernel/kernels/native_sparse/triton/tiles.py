@@ -1,11 +1,11 @@
-"""What the Triton kernels of selected blocks share: rows of queries and heads, and walks over keys."""
+"""What the Triton kernels of selected blocks share: rows of queries and heads, and tiles of keys."""
 
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, guarded_dot
+from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, guarded_dot, load_tile, softmax_result, store_tile
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Constants:
         BK: keys of a tile.
         ENTRIES: room in a row of the lists of blocks.
         MEMBERS: whether queries of a tile share a list, and bits say who has which block.
-        DQ_PARTS: whether dq is summed from a part for each of a query's blocks.
+        DQ_PARTS: whether dq is summed from what each of a query's blocks adds to it.
         SINKS, SINKS_B: whether there are sinks, and one for each batch.
         STARTS_B, LIMITS_B: whether these differ between batches.
-        GUARD: whether this is the careful launch, over the programs that a fast one marked.
+        GUARD: whether this is the nan-safe launch, over the programs that a fast one marked.
     """
 
     H: int
@@ -52,22 +52,15 @@ class Constants:
 
 
 @triton.jit
-def load_tile(p, o_row, m_row, D: tl.constexpr, BD: tl.constexpr):
+def load_matrix_rows(p, o_row, m_row, D: tl.constexpr, BD: tl.constexpr):
     """Rows (R, BD) of a matrix of D columns, by their numbers; zeros where m_row is not set, and past D."""
-    o_d = tl.arange(0, BD)
-    p_tile = p + o_row.to(tl.int64)[:, None] * D + o_d[None, :]
-    if D == BD:
-        return tl.load(p_tile, mask=m_row[:, None], other=0.0)
-    else:
-        return tl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    return load_tile(p, o_row.to(tl.int64) * D, m_row, D, BD)
 
 
 @triton.jit
-def store_tile(p, b_x, o_row, m_row, D: tl.constexpr, BD: tl.constexpr):
-    """The reverse of load_tile."""
-    o_d = tl.arange(0, BD)
-    p_tile = p + o_row.to(tl.int64)[:, None] * D + o_d[None, :]
-    tl.store(p_tile, b_x.to(p.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+def store_matrix_rows(p, b_x, o_row, m_row, D: tl.constexpr, BD: tl.constexpr):
+    """The reverse of load_matrix_rows."""
+    store_tile(p, b_x, o_row.to(tl.int64) * D, m_row, D, BD)
 
 
 @triton.jit
@@ -104,23 +97,21 @@ def part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C: tl.constexpr):
 @triton.jit
 def first_softmax(p_sinks, i_b, o_h, m_row, C: tl.constexpr):
     """(BQ * GP,) the running maximum, in units of log2, and the running sum before any key: those of the sinks."""
-    b_top = tl.full([C.BQ * C.GP], float("-inf"), tl.float32)
+    b_max = tl.full([C.BQ * C.GP], float("-inf"), tl.float32)
     b_sum = tl.full([C.BQ * C.GP], 0.0, tl.float32)
     if C.SINKS:
-        b_top = tl.load(p_sinks + i_b * C.H * C.SINKS_B + o_h, mask=m_row, other=float("-inf")) * LOG2_E
-        b_sum += tl.where(b_top > float("-inf"), 1.0, 0.0)
-    return b_top, b_sum
+        b_max = tl.load(p_sinks + i_b * C.H * C.SINKS_B + o_h, mask=m_row, other=float("-inf")) * LOG2_E
+        b_sum += tl.where(b_max > float("-inf"), 1.0, 0.0)
+    return b_max, b_sum
 
 
 @triton.jit
-def store_answer(p_out, p_lse, b_out, b_top, b_sum, o_row, m_row, i_b, o_h, o_t, T, C: tl.constexpr):
+def store_outputs(p_out, p_lse, b_out, b_max, b_sum, o_row, m_row, i_b, o_h, o_t, T, C: tl.constexpr):
     """Weighted values over their sum, and lse; zeros and -inf where nothing was seen. Returns what is stored."""
-    m_some = b_sum != 0.0
-    b_total = tl.where(m_some, b_sum, 1.0)
+    b_total, b_lse = softmax_result(b_max, b_sum)
     b_out /= b_total[:, None]
-    store_tile(p_out, b_out, o_row, m_row, C.DV, C.BDV)
-    b_lse = tl.where(m_some, (b_top + tl.log2(b_total)) * LN_2, float("-inf"))
-    tl.store(p_lse + (i_b * C.H + o_h).to(tl.int64) * T + o_t, b_lse, mask=m_row)
+    store_matrix_rows(p_out, b_out, o_row, m_row, C.DV, C.BDV)
+    tl.store(p_lse + (i_b * C.H + o_h).to(tl.int64) * T + o_t, b_lse * LN_2, mask=m_row)
     return b_out
 
 
@@ -131,8 +122,8 @@ def item_keys(p_k, p_v, p_starts, p_items, i_row, i_b, i_hk, S, N, C: tl.constex
     o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, tl.load(p_items), N, S, C)
     o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
     # (BK, BD) and (BK, BDV)
-    b_k = load_tile(p_k, o_key, m_k, C.D, C.BD)
-    b_v = load_tile(p_v, o_key, m_k, C.DV, C.BDV)
+    b_k = load_matrix_rows(p_k, o_key, m_k, C.D, C.BD)
+    b_v = load_matrix_rows(p_v, o_key, m_k, C.DV, C.BDV)
     return tl.load(p_items + 1), tl.load(p_items + 2), o_k, m_k, b_k, b_v
 
 
@@ -211,7 +202,7 @@ def entry_rows(o_entry, i_bh, T, C: tl.constexpr):
 
 @triton.jit
 def weighted_sum(b_w, b_rows, m_seen, b_acc, C: tl.constexpr):
-    """b_acc + b_w @ b_rows; with care where hidden rows may be nan."""
+    """b_acc + b_w @ b_rows; with C.GUARD hidden rows may be nan."""
     PRECISION: tl.constexpr = C.PRECISION
     if C.GUARD:
         return guarded_dot(b_w.to(b_rows.dtype), b_rows, m_seen, b_acc, PRECISION)

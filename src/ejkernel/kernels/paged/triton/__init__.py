@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.triton_launch import TritonLaunch
 from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
 
@@ -26,12 +27,12 @@ class Config:
     """Tiles of both kernels.
 
     Attributes:
-        splits: shares of a sequence's keys in the decode kernel; more than one are merged by a kernel of their own.
-        least_keys: keys below which a share is not cut further.
+        splits: into how many the decode kernel splits a sequence's keys; more than one are merged by another kernel.
+        least_keys: keys below which a split is not cut further.
         decode_tokens: in a ragged call, sequences with at most as many query tokens go to the decode kernel.
         decode_keys: keys per step of the decode kernel.
-        decode_apart: whether each warp of the decode kernel has keys of its own, at least 16 a step, and they meet at
-            the end only. Costs registers for every row.
+        decode_independent_warps: whether each warp of the decode kernel has keys of its own, at least 16 a step, and a
+            running softmax over them; they merge after the last step. Costs registers for every row.
         prefill_rows: query rows (tokens times heads of a key head) of a prefill tile.
         prefill_keys: keys per step of the prefill kernel.
     """
@@ -42,7 +43,7 @@ class Config:
     decode_keys: int = 64
     decode_warps: int = 4
     decode_stages: int = 3
-    decode_apart: bool = False
+    decode_independent_warps: bool = False
     prefill_rows: int = 128
     prefill_keys: int = 64
     prefill_warps: int = 8
@@ -57,9 +58,9 @@ class Config:
         config_ints(self, ("decode_tokens",), 0)
         if self.splits > 1024:
             raise ValueError(f"splits={self.splits} must be at most 1024")
-        if self.decode_apart and self.decode_keys < 16 * self.decode_warps:
+        if self.decode_independent_warps and self.decode_keys < 16 * self.decode_warps:
             raise ValueError(
-                f"decode_apart needs 16 keys for each warp, not {self.decode_keys} for {self.decode_warps} of them"
+                f"decode_independent_warps needs 16 keys for each warp, not {self.decode_keys} for {self.decode_warps}"
             )
 
 
@@ -114,9 +115,10 @@ def default_config(call: Call) -> Config:
     narrow = _cache(call).dtype.itemsize == 1
     keys, warps, stages = _DECODE[kind][width]
     stages += 2 * narrow  # half the bytes: more steps on their way
-    apart = narrow and width <= 128 and _may_part(call, dims, keys, warps)  # and less time to wait for other warps
-    if apart and "block_tables" in call and dims.L % keys and (kind, width) == ("hopper", 128):
-        keys, stages, apart = 128, 3, False  # each step looks up the page of every key: fewer steps
+    # and less time to wait for other warps
+    independent = narrow and width <= 128 and _warps_may_be_independent(call, dims, keys, warps)
+    if independent and "block_tables" in call and dims.L % keys and (kind, width) == ("hopper", 128):
+        keys, stages, independent = 128, 3, False  # each step looks up the page of every key: fewer steps
     if _decode_rows(dims, call.spec.tokens or 1) > 32:
         keys, warps, stages = max(16, keys // 2), 8, min(stages, 2)
     rows, prefill_keys, prefill_warps, prefill_stages = _PREFILL[kind][width]
@@ -126,7 +128,7 @@ def default_config(call: Call) -> Config:
         decode_keys=keys,
         decode_warps=warps,
         decode_stages=stages,
-        decode_apart=apart,
+        decode_independent_warps=independent,
         prefill_rows=rows,
         prefill_keys=prefill_keys,
         prefill_warps=prefill_warps,
@@ -141,34 +143,34 @@ def _splits(call: Call, dims: Dimensions) -> int:
     return max(1, min(wanted, -(-dims.S // 256), 128))
 
 
-def _may_part(call: Call, dims: Dimensions, keys: int, warps: int) -> bool:
+def _warps_may_be_independent(call: Call, dims: Dimensions, keys: int, warps: int) -> bool:
     """Whether warps can have keys of their own: enough of them, and a tile of rows that fits a warp's registers."""
     return keys >= 16 * warps and _decode_rows(dims, call.spec.tokens or 1) == 16
 
 
 def search_space(call: Call) -> list[Config]:
     base, dims = default_config(call), dimensions(call)
-    found = [
+    configs = [
         replace(
             base,
             splits=max(1, int(base.splits * more)),
             decode_keys=keys,
             decode_warps=warps,
             decode_stages=stages,
-            decode_apart=apart,
+            decode_independent_warps=independent,
         )
         for more in (0.5, 1, 2, 4)
         for keys in (32, 64, 128)
         for warps in (4, 8)
         for stages in (2, 3, 4)
-        for apart in (False, True)
-        if not apart or _may_part(call, dims, keys, warps)
+        for independent in (False, True)
+        if not independent or _warps_may_be_independent(call, dims, keys, warps)
     ]
     if call.spec.tokens is None or _decode_rows(dims, call.spec.tokens) > _most_rows(call, dims):
         tiles = [(r, k, w, s) for r in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
         names = ("prefill_rows", "prefill_keys", "prefill_warps", "prefill_stages")
-        found += [replace(base, **dict(zip(names, tile, strict=True))) for tile in tiles]
-    return found
+        configs += [replace(base, **dict(zip(names, tile, strict=True))) for tile in tiles]
+    return configs
 
 
 def _decode_rows(dims: Dimensions, tokens: int) -> int:
@@ -179,106 +181,94 @@ def _cache(call: Call) -> Any:
     return call["kv_pages" if "kv_pages" in call else "key_pages"]
 
 
-class _Launch:
-    """The arguments the kernels share, by name."""
+def _constants(call: Call, **tiles: Any) -> Any:
+    """What a kernel of a call is compiled for; `tiles` are its own constants."""
+    from ejkernel.kernels.paged.triton.tiles import Constants
 
-    def __init__(self, call: Call):
-        spec: Spec = call.spec
-        dims = dimensions(call)
-        interleaved = "kv_pages" in call
-        key, value = (call["kv_pages"],) * 2 if interleaved else (call["key_pages"], call["value_pages"])
+    spec, dims, cache = call.spec, dimensions(call), _cache(call)
+    paired = cache.dtype.itemsize == 1 and dims.D % 2 == dims.Dv % 2 == 0
+    given: dict[str, Any] = {"PAIRED": paired, **tiles}
+    least = 32 if paired else 16
+    return Constants(
+        HK=dims.Hkv,
+        G=dims.G,
+        TOKENS=spec.tokens,
+        L=dims.L,
+        D=dims.D,
+        DV=dims.Dv,
+        BD=power_of_two(dims.D, least),
+        BDV=power_of_two(dims.Dv, least),
+        INTERLEAVED="kv_pages" in call,
+        WINDOW=spec.window,
+        CAUSAL=spec.causal,
+        CAPPED=spec.soft_cap is not None,
+        TABLE="block_tables" in call,
+        COUNTED="num_seqs" in call,
+        STARTS="starts" in call,
+        SINKS="sinks" in call,
+        K_SCALED="k_scale" in call,
+        V_SCALED="v_scale" in call,
+        NARROW=cache.dtype.itemsize == 1 and call["query"].dtype == jnp.bfloat16,
+        PTX=call.target.capability > 0,  # 0: in the interpreter
+        PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
+        **given,
+    )
 
-        def step(name: str, size: int) -> int:
-            """How far apart the rows of the batch axis are; 0 where an array broadcasts along it."""
-            return size if name in call and call[name].shape[0] > 1 else 0
 
-        names = ("kv_pages", "kv_pages") if interleaved else ("key_pages", "value_pages")
-        self.values: dict[str, Any] = {
-            "p_q": call["query"],
-            "p_k": key,
-            "p_v": value,
-            "p_table": call.get("block_tables"),
-            "p_lens": call["context_lens"],
-            "p_query_start": call.get("query_start"),
-            "p_num_seqs": call.get("num_seqs"),
-            "p_starts": call.get("starts"),
-            "p_sinks": call.get("sinks"),
-            "p_k_scale": call.get("k_scale"),
-            "p_v_scale": call.get("v_scale"),
-            "T": dims.T,
-            "N": dims.N,
-            "P": dims.P,
-            "W": dims.W,
-            "S": dims.S,
-            "H": dims.H,
-            "scale": spec.scale,
-            "soft_cap": spec.soft_cap or 1.0,
-            "s_k": step(names[0], dims.P * dims.L),
-            "s_v": step(names[1], dims.P * dims.L),
-            "s_table": step("block_tables", dims.N * dims.W),
-            "s_lens": step("context_lens", dims.N),
-            "s_query_start": step("query_start", dims.N + 1),
-            "s_num_seqs": step("num_seqs", 1),
-            "s_starts": step("starts", dims.N),
-            "s_sinks": step("sinks", dims.H),
-            "s_k_scale": step("k_scale", dims.Hkv),
-            "s_v_scale": step("v_scale", dims.Hkv),
-        }
-        both = 2 if interleaved else 1
-        paired = key.dtype.itemsize == 1 and dims.D % 2 == dims.Dv % 2 == 0
-        least = 32 if paired else 16
-        self.constants = {
-            "HKV": dims.Hkv,
-            "G": dims.G,
-            "TOKENS": spec.tokens,
-            "L": dims.L,
-            "D": dims.D,
-            "DV": dims.Dv,
-            "BD": power_of_two(dims.D, least),
-            "BDV": power_of_two(dims.Dv, least),
-            "K_TOKEN": both * dims.Hkv * dims.D,
-            "V_TOKEN": both * dims.Hkv * dims.Dv,
-            "K_HEAD": both * dims.D,
-            "V_HEAD": both * dims.Dv,
-            "V_FIRST": dims.D if interleaved else 0,
-            "WINDOW": spec.window,
-            "CAUSAL": spec.causal,
-            "CAPPED": spec.soft_cap is not None,
-            "TABLE": "block_tables" in call,
-            "COUNTED": "num_seqs" in call,
-            "STARTS": "starts" in call,
-            "SINKS": "sinks" in call,
-            "K_SCALED": "k_scale" in call,
-            "V_SCALED": "v_scale" in call,
-            "NARROW": key.dtype.itemsize == 1 and call["query"].dtype == jnp.bfloat16,
-            "PAIRED": paired,
-            "PTX": call.target.capability > 0,  # 0: in the interpreter
-            "PRECISION": "tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
-        }
+def _values(call: Call) -> dict[str, Any]:
+    """What the kernels' parameters may be given, by name."""
+    spec: Spec = call.spec
+    dims = dimensions(call)
+    keys, values = ("kv_pages", "kv_pages") if "kv_pages" in call else ("key_pages", "value_pages")
 
-    def run(self, kernel: Any, programs: int, out_shape: Any, warps: int, stages: int, old: Any = None, **more: Any):
-        """Launch a kernel with the arguments its signature names; `old` outputs are written into, not made anew."""
-        from ejkernel.bridge import triton_call
+    def stride(name: str, size: int) -> int:
+        """How far independent the rows of the batch axis are; 0 where an array broadcasts along it."""
+        return size if name in call and call[name].shape[0] > 1 else 0
 
-        pointers = ("p_old_out", "p_old_lse", "p_old_top")
-        given = {**self.values, **self.constants, **dict(zip(pointers, old or (None,) * 3, strict=True)), **more}
-        names = kernel.arg_names
-        positional = names[: names.index("p_out")]
-        return triton_call(
-            kernel,
-            *(given[name] for name in positional),
-            out_shape=out_shape,
-            grid=(programs,),
-            num_warps=warps,
-            num_stages=stages,
-            input_output_aliases={positional.index(n): i for i, n in enumerate(pointers)} if old else None,
-            **{name: given[name] for name in names[len(positional) + 3 :]},
-        )
+    return {
+        "p_q": call["query"],
+        "p_k": call[keys],
+        "p_v": call[values],
+        "p_table": call.get("block_tables"),
+        "p_lens": call["context_lens"],
+        "p_query_start": call.get("query_start"),
+        "p_num_seqs": call.get("num_seqs"),
+        "p_starts": call.get("starts"),
+        "p_sinks": call.get("sinks"),
+        "p_k_scale": call.get("k_scale"),
+        "p_v_scale": call.get("v_scale"),
+        "T": dims.T,
+        "N": dims.N,
+        "P": dims.P,
+        "W": dims.W,
+        "S": dims.S,
+        "H": dims.H,
+        "scale": spec.scale,
+        "soft_cap": spec.soft_cap or 1.0,
+        "s_k": stride(keys, dims.P * dims.L),
+        "s_v": stride(values, dims.P * dims.L),
+        "s_table": stride("block_tables", dims.N * dims.W),
+        "s_lens": stride("context_lens", dims.N),
+        "s_query_start": stride("query_start", dims.N + 1),
+        "s_num_seqs": stride("num_seqs", 1),
+        "s_starts": stride("starts", dims.N),
+        "s_sinks": stride("sinks", dims.H),
+        "s_k_scale": stride("k_scale", dims.Hkv),
+        "s_v_scale": stride("v_scale", dims.Hkv),
+    }
+
+
+_OLD = ("p_old_out", "p_old_lse", "p_old_max")
+
+
+def _run_over(old: Any, launch: TritonLaunch, kernel: Any, shapes: Any, **more: Any) -> Any:
+    """The outputs of a kernel, written into the `old` ones if there are any."""
+    aliases = {name: number for number, name in enumerate(_OLD)} if old else None
+    return launch.run(kernel, shapes, aliases=aliases, **dict(zip(_OLD, old or (None,) * 3, strict=True)), **more)
 
 
 def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     dims, spec = dimensions(call), call.spec
-    launch = _Launch(call)
     shapes = [
         jax.ShapeDtypeStruct((dims.B, dims.T, dims.H, dims.Dv), spec.out_dtype or call["query"].dtype),
         jax.ShapeDtypeStruct((dims.B, dims.H, dims.T), jnp.float32),
@@ -288,64 +278,62 @@ def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str,
     decodes = 0 < tokens * dims.G <= _most_rows(call, dims)
     results = None
     if spec.tokens is None or not decodes:
-        results = _prefill(launch, dims, spec, config, shapes, tokens if decodes else 0)
+        results = _prefill(call, config, shapes, tokens if decodes else 0)
     if decodes:
-        results = _decode(launch, dims, spec, config, shapes, tokens, results)
+        results = _decode(call, config, shapes, tokens, results)
     return dict(zip(("out", "lse", "top"), results, strict=True)), {}
 
 
-def _prefill(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shapes: Any, decoded: int) -> Any:
+def _prefill(call: Call, config: Config, shapes: Any, decoded: int) -> Any:
     """Outputs of the sequences with more than `decoded` query tokens, and zeros where no sequence is."""
     from ejkernel.kernels.paged.triton.prefill import prefill_kernel
 
-    rows = config.prefill_rows
+    dims, rows = dimensions(call), config.prefill_rows
     tiles = dims.T * dims.G // rows + dims.N + 1
-    if spec.tokens is not None:
-        tiles = dims.N * -(-spec.tokens * dims.G // rows)
-    return launch.run(
-        prefill_kernel,
-        dims.B * tiles * dims.Hkv,
-        shapes,
-        config.prefill_warps,
-        config.prefill_stages,
-        n_tiles=tiles,
-        STEPS=dims.N.bit_length(),
-        MOST_TOKENS=decoded,
+    if call.spec.tokens is not None:
+        tiles = dims.N * -(-call.spec.tokens * dims.G // rows)
+    constants = _constants(
+        call,
         BR=rows,
         BK=config.prefill_keys,
+        DECODE_TOKENS=decoded,
+        SEARCH=dims.N.bit_length(),
+        PAIRED=False,  # wgmma takes float16 from shared memory anyway, and products would be halved
     )
+    grid = (dims.B * tiles * dims.Hkv,)
+    launch = TritonLaunch(_values(call), constants, grid, config.prefill_warps, config.prefill_stages)
+    return launch.run(prefill_kernel, shapes, n_tiles=tiles)
 
 
-def _decode(launch: _Launch, dims: Dimensions, spec: Spec, config: Config, shapes: Any, tokens: int, old: Any) -> Any:
+def _decode(call: Call, config: Config, shapes: Any, tokens: int, old: Any) -> Any:
     """Outputs of the sequences with at most `tokens` query tokens, put among the `old` ones if there are any."""
     from ejkernel.kernels.paged.triton.decode import decode_kernel, merge_kernel
 
-    splits = spec.num_splits or config.splits
-    sizes = {"SPLITS": splits, "MOST_TOKENS": tokens}
-    rows = tokens * dims.G
-    parts = (dims.B, dims.N, dims.Hkv, splits, rows)
-    partial = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*parts, dims.Dv), parts, parts)]
-    results = launch.run(
-        decode_kernel,
-        dims.B * dims.N * dims.Hkv * splits,
-        shapes if splits == 1 else partial,
-        config.decode_warps,
-        config.decode_stages,
-        old if splits == 1 else None,
-        LEAST=-(-config.least_keys // config.decode_keys) if spec.num_splits is None else 1,
+    dims, spec = dimensions(call), call.spec
+    splits, rows = spec.num_splits or config.splits, tokens * dims.G
+    padded_splits = power_of_two(splits, 16)
+    constants = _constants(
+        call,
         BR=_decode_rows(dims, tokens),
         BK=config.decode_keys,
-        GROUPS=config.decode_warps if config.decode_apart else 1,
-        **sizes,
+        DECODE_TOKENS=tokens,
+        SEVERAL=tokens > 1,
+        GROUPS=config.decode_warps if config.decode_independent_warps else 1,
+        SPLITS=splits,
+        LEAST=-(-config.least_keys // config.decode_keys) if spec.num_splits is None else 1,
+        BS=padded_splits,
+        CHUNK=min(16, padded_splits),
     )
+    grid = (dims.B * dims.N * dims.Hkv * splits,)
+    launch = TritonLaunch(_values(call), constants, grid, config.decode_warps, config.decode_stages)
     if splits == 1:
-        return results
-    given = dict(zip(("p_parts", "p_sums", "p_tops"), results, strict=True))
-    chunk = min(16, power_of_two(splits, 16))
-    return launch.run(
-        merge_kernel, dims.B * dims.N * dims.Hkv * rows, shapes, 4, 1, old, BS=power_of_two(splits, 16), CHUNK=chunk,
-        **sizes, **given,
-    )  # fmt: skip
+        return _run_over(old, launch, decode_kernel, shapes)
+    sizes = (dims.B, dims.N, dims.Hkv, splits, rows)
+    partial = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*sizes, dims.Dv), sizes, sizes)]
+    partial = _run_over(None, launch, decode_kernel, partial)
+    merge = replace(launch, grid=(dims.B * dims.N * dims.Hkv * rows,), warps=4, stages=1)
+    given = dict(zip(("p_splits", "p_sums", "p_maxima"), partial, strict=True))
+    return _run_over(old, merge, merge_kernel, shapes, **given)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward)
