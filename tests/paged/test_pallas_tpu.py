@@ -114,7 +114,7 @@ def test_every_key_is_in_one_block(page, width, block_k):
     owners: dict[int, list[int]] = {}
     for j in range(int(blocks.index(page * width - 1)) + 1):
         block = blocks.at(j)
-        assert 0 <= block.offset <= page - blocks.part
+        assert 0 <= block.offset <= page - blocks.copied
         assert block.base <= block.low and block.high <= block.base + blocks.size
         assert block.base == block.slot * page + block.offset
         for key in range(int(block.low), min(int(block.high), page * width)):
@@ -122,7 +122,7 @@ def test_every_key_is_in_one_block(page, width, block_k):
     assert owners == {key: [int(blocks.index(key))] for key in range(page * width)}
 
 
-def test_parts_of_pages_with_heads_first_keep_to_tiles_of_memory():
+def test_sub_pages_with_heads_first_keep_to_tiles_of_memory():
     dims = pallas_tpu.dimensions(page_structs())._replace(L=1024, W=1)
     assert pallas_tpu._blocks(dims, 500, True) == Blocks(1024, 256, 1)
     assert pallas_tpu._blocks(dims._replace(L=1000), 500, True) == Blocks(1000, 1000, 1)

@@ -45,8 +45,8 @@ def test_warps_apart(case):
     check_case(case, INTERPRETED, cfg={"decode_keys": 64, "decode_warps": 4, "decode_independent_warps": True})
 
 
-def test_warps_apart_need_keys():
-    with pytest.raises(ValueError, match="decode_independent_warps needs 16 keys for each warp, not 32 for 4 of them"):
+def test_independent_warps_need_keys():
+    with pytest.raises(ValueError, match="decode_independent_warps needs 16 keys for each warp, not 32 for 4"):
         Config(decode_keys=32, decode_warps=4, decode_independent_warps=True)
 
 

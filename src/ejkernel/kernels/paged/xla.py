@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: tiles of query tokens walk over their own pages, side by side.
+"""Paged attention in plain XLA: tiles of query tokens loop over their own pages, side by side.
 
 All tiles take their n-th step together, so the loop ends with the longest sequence there is, whatever the table could
 hold. A step gathers one block of keys and values per tile; nothing of the cache is copied beyond that.
@@ -78,7 +78,7 @@ def search_space(call: Call) -> list[Config]:
 
 
 class _Tiles(NamedTuple):
-    """The work: one entry per tile of query tokens and part of its keys."""
+    """The work: one entry per tile of query tokens and split of its keys."""
 
     sequence: jax.Array
     token: jax.Array  # its first query token
@@ -102,14 +102,14 @@ def _tile_count(spec: Spec, dims: Dimensions, block_q: int) -> int:
 
 def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     block_q = min(config.block_q, dims.T)
-    part = _page_part(dims.L, config.block_k)
-    block_k = part * max(1, min(config.block_k, dims.S) // part)
+    sub_page = _sub_page(dims.L, config.block_k)
+    block_k = sub_page * max(1, min(config.block_k, dims.S) // sub_page)
     splits = spec.num_splits or 1
     rows = sequences(spec, dims, arrays)
     count = _tile_count(spec, dims, block_q)
-    n, offset, place = _tiling(spec, dims, rows, block_q, count)
-    tiles = _tiles(spec, rows, n, offset, block_q, block_k, part, splits)
-    state = _walk(spec, dims, arrays, tiles, block_q, block_k, part)
+    n, offset, tile_row = _tiling(spec, dims, rows, block_q, count)
+    tiles = _tiles(spec, rows, n, offset, block_q, block_k, sub_page, splits)
+    state = _loop_over_keys(spec, dims, arrays, tiles, block_q, block_k, sub_page)
     state = merge(jax.tree.map(lambda x: x.reshape(splits, count, *x.shape[1:]), state))
     if "sinks" in arrays:
         state = with_sinks(state, jnp.tile(arrays["sinks"].reshape(dims.Hkv, dims.G), (1, block_q)))
@@ -123,19 +123,19 @@ def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax
         """(tiles, Hkv, block_q * G, ...) to (T, H, ...), `fill` for tokens of no sequence."""
         x = x.reshape(count, dims.Hkv, block_q, dims.G, *x.shape[3:])
         x = jnp.moveaxis(x, 2, 1).reshape(count * block_q, dims.H, *x.shape[4:])
-        return x.at[place].get(mode="fill", fill_value=fill)
+        return x.at[tile_row].get(mode="fill", fill_value=fill)
 
     lse, top = (tokens(x, -jnp.inf).swapaxes(0, 1) for x in (lse, top))
     return {"out": tokens(out, 0.0).astype(spec.out_dtype or arrays["query"].dtype), "lse": lse, "top": top}
 
 
-def _page_part(L: int, block_k: int) -> int:
-    """The largest even part of a page that fits into a block."""
-    return next(part for part in range(min(L, block_k), 0, -1) if L % part == 0)
+def _sub_page(L: int, block_k: int) -> int:
+    """Tokens of the largest even part of a page that fits into a block."""
+    return next(tokens for tokens in range(min(L, block_k), 0, -1) if L % tokens == 0)
 
 
 def _tiling(spec: Spec, dims: Dimensions, rows: Any, block_q: int, count: int) -> tuple[jax.Array, ...]:
-    """Sequence and offset of each tile, and the place of each query token among the tiles' (past the end: none)."""
+    """Sequence and offset of each tile, and the row of each query token among the tiles' (past the end: none)."""
     token, tile = jnp.arange(dims.T), jnp.arange(count)
     if spec.tokens is not None:
         each = -(-spec.tokens // block_q)
@@ -146,12 +146,12 @@ def _tiling(spec: Spec, dims: Dimensions, rows: Any, block_q: int, count: int) -
         owner = searched(rows.first, token) - 1
         n = searched(first, tile) - 1
     within = token - rows.first[owner]
-    place = (first[owner] + within // block_q) * block_q + within % block_q
-    return n, (tile - first[n]) * block_q, jnp.where(within < rows.queries[owner], place, count * block_q)
+    tile_row = (first[owner] + within // block_q) * block_q + within % block_q
+    return n, (tile - first[n]) * block_q, jnp.where(within < rows.queries[owner], tile_row, count * block_q)
 
 
 def _tiles(
-    spec: Spec, rows: Any, n: jax.Array, offset: jax.Array, block_q: int, block_k: int, part: int, splits: int
+    spec: Spec, rows: Any, n: jax.Array, offset: jax.Array, block_q: int, block_k: int, sub_page: int, splits: int
 ) -> _Tiles:
     """Every tile once per split: (splits * tiles,)."""
     queries = jnp.clip(rows.queries[n] - offset, 0, block_q)
@@ -161,9 +161,9 @@ def _tiles(
         high = jnp.minimum(high, position + queries)
     if spec.causal and spec.window is not None:
         low = jnp.maximum(low, position - spec.window)
-    key = low // part * part
+    key = low // sub_page * sub_page
     steps = jnp.where(queries > 0, jnp.maximum(high - key, 0) + block_k - 1, 0) // block_k
-    share = -(-steps // splits)
+    split_steps = -(-steps // splits)
     split = jnp.arange(splits)[:, None]
     tiles = _Tiles(
         sequence=n,
@@ -172,14 +172,14 @@ def _tiles(
         queries=queries,
         low=low,
         high=high,
-        key=key + split * share * block_k,
-        steps=jnp.clip(steps - split * share, 0, share),
+        key=key + split * split_steps * block_k,
+        steps=jnp.clip(steps - split * split_steps, 0, split_steps),
     )
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (splits, n.shape[0])).reshape(-1), tiles)
 
 
-def _walk(
-    spec: Spec, dims: Dimensions, arrays: dict[str, jax.Array], tiles: _Tiles, block_q: int, block_k: int, part: int
+def _loop_over_keys(
+    spec: Spec, dims: Dimensions, arrays: dict[str, jax.Array], tiles: _Tiles, block_q: int, block_k: int, sub_page: int
 ) -> Online:
     """The running softmax of every tile, (tiles, Hkv, block_q * G), after all its keys."""
     Hkv, G, D, Dv = dims.Hkv, dims.G, dims.D, dims.Dv
@@ -199,9 +199,10 @@ def _walk(
 
     def one_tile(step: jax.Array, tile: _Tiles, state: Online, query: jax.Array) -> Online:
         first = tile.key + step * block_k
-        slot = jnp.minimum((first + jnp.arange(0, block_k, part)) // dims.L, dims.W - 1)
-        pieces = table[tile.sequence, slot] * (dims.L // part) + (first + jnp.arange(0, block_k, part)) % dims.L // part
-        key, value = read_pages(arrays, lambda pages: pages.reshape(-1, part, *pages.shape[2:])[pieces])
+        first_keys = first + jnp.arange(0, block_k, sub_page)
+        slot = jnp.minimum(first_keys // dims.L, dims.W - 1)
+        sub_pages = table[tile.sequence, slot] * (dims.L // sub_page) + first_keys % dims.L // sub_page
+        key, value = read_pages(arrays, lambda pages: pages.reshape(-1, sub_page, *pages.shape[2:])[sub_pages])
         key, value = (x.reshape(block_k, Hkv, -1).swapaxes(0, 1).astype(query.dtype) for x in (key, value))
         position = tile.position + jnp.arange(block_q * G)[:, None] // G
         index = first + jnp.arange(block_k)

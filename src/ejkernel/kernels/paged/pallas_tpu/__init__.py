@@ -44,7 +44,7 @@ class Config:
 
     Attributes:
         block_q: query tokens of a tile at most.
-        block_k: keys of a block; rounded down to whole pages, or a part of one.
+        block_k: keys of a block; rounded down to whole pages, or to a sub-page.
         joined_rows: tiles with at most so many query rows (tokens times heads) multiply all key heads at once.
     """
 
@@ -72,17 +72,17 @@ def _heads_first(call: Call) -> bool:
     """
     pages = call[_page_names(call)[0]]
     _, _, L, heads, _ = pages.shape
-    whole = heads % SUBLANES == 0 or (heads in (1, 2, 4) and heads * pages.dtype.itemsize >= 4)
-    return not whole and L % SUBLANES == 0
+    fills_tiles = heads % SUBLANES == 0 or (heads in (1, 2, 4) and heads * pages.dtype.itemsize >= 4)
+    return not fills_tiles and L % SUBLANES == 0
 
 
 def _blocks(dims: Dimensions, block_k: int, heads_first: bool) -> Blocks:
     L = dims.L
     if block_k >= L:
         return Blocks(L, L, min(block_k // L, dims.W))
-    if heads_first:  # tokens lie in tiles of memory, which a part must not cut
-        parts = [n for n in range(32, block_k + 1, 32) if L % n == 0]
-        return Blocks(L, parts[-1] if parts else L, 1)
+    if heads_first:  # tokens lie in tiles of memory, which a sub-page must not cut
+        sub_pages = [n for n in range(32, block_k + 1, 32) if L % n == 0]
+        return Blocks(L, sub_pages[-1] if sub_pages else L, 1)
     return Blocks(L, block_k, 1)
 
 
@@ -146,9 +146,9 @@ def vmem_bytes(call: Call, config: Config) -> int:
     kernel, dims = _kernel(call, config), dimensions(call)
     held = sum(_tiled_bytes(*buffer) for buffer in kernel.buffers().values())
     exact = kernel.dtype == jnp.float32
-    parts = 6 if exact else 0
+    bfloat16_parts = 6 if exact else 0
     float8 = jnp.dtype(kernel.cache).itemsize == 1 and jnp.issubdtype(kernel.cache, jnp.floating)
-    operand = jnp.dtype(kernel.dtype).itemsize + 4 + (4 if float8 else 0) + parts
+    operand = jnp.dtype(kernel.dtype).itemsize + 4 + (4 if float8 else 0) + bfloat16_parts
     for rows in kernel.rows:
         columns = _up(kernel.blocks.size * kernel.columns_per_key(rows), LANES)
         count, D = _up(rows.count, SUBLANES), _up(dims.D, LANES)
@@ -156,7 +156,7 @@ def vmem_bytes(call: Call, config: Config) -> int:
         held += operand * columns * sum(_up(width, LANES) for width in kernel.widths)
         held += (8 if exact else 4) * _up(rows.heads * rows.count, SUBLANES) * D
         held += 4 * count * (_up(dims.Dv, LANES) + 2 * LANES)
-        held += parts * count * (columns + D)
+        held += bfloat16_parts * count * (columns + D)
         held += kernel.scaled * 2 * _tiled_bytes((rows.heads, rows.count, 3), jnp.float32)
     return held
 
@@ -214,8 +214,8 @@ def default_config(call: Call) -> Config:
 def search_space(call: Call) -> list[Config]:
     most = call.spec.tokens or dimensions(call).T
     queries = sorted({min(most, q) for q in (1, 8, 16, 32, 64, 128)})
-    found = [Config(q, k, rows) for q in queries for k in (128, 256, 512, 1024, 2048) for rows in (0, 64, 128, 256)]
-    return [config for config in found if not unsupported_config(call, config)]
+    configs = [Config(q, k, rows) for q in queries for k in (128, 256, 512, 1024, 2048) for rows in (0, 64, 128, 256)]
+    return [config for config in configs if not unsupported_config(call, config)]
 
 
 # The launch --------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     def paged_attention(given: Any, *refs: Any) -> None:
         kernel.paged_attention(dict(zip(scalars, given, strict=True)), *refs)
 
-    found = launch(
+    results = launch(
         paged_attention,
         target=call.target,
         grid=(kernel.cores, -(-kernel.tiles * kernel.splits // kernel.cores)),
@@ -252,18 +252,18 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         copies=True,
         bounds_checks=False,  # they take three times as long as what starts a copy, and page ids are clamped
     )
-    parts = {name: x.reshape(kernel.splits, B, T, H, -1) for name, x in found.items()}
-    results = _merged(**parts) if kernel.splits > 1 else {"out": parts["out"][0], **_stats(parts.get("stats"))}
-    return results | {"out": results["out"].astype(call.spec.out_dtype or call["query"].dtype)}, {}
+    splits = {name: x.reshape(kernel.splits, B, T, H, -1) for name, x in results.items()}
+    outputs = _merged(**splits) if kernel.splits > 1 else {"out": splits["out"][0], **_stats(splits.get("stats"))}
+    return outputs | {"out": outputs["out"].astype(call.spec.out_dtype or call["query"].dtype)}, {}
 
 
 def _stats(stats: jax.Array | None) -> Arrays:
-    """lse and top, (B, H, T) each, of one part."""
+    """lse and top, (B, H, T) each, of one split."""
     return {} if stats is None else {n: stats[0, ..., i].swapaxes(1, 2) for i, n in enumerate(("lse", "top"))}
 
 
 def _merged(out: jax.Array, stats: jax.Array) -> Arrays:
-    """One answer of the shares of the keys, which are the leading axis."""
+    """One answer of the splits of the keys, which are the leading axis."""
     joined = merge(finished_part(out, stats[..., 0]))
     B, T, H, Dv = joined.out.shape
     out, lse = jax.vmap(online_finish)(jax.tree.map(lambda x: x.reshape(B * T, H, *x.shape[3:]), joined))
@@ -274,15 +274,15 @@ def _merged(out: jax.Array, stats: jax.Array) -> Arrays:
 def _scalars(call: Call, kernel: Kernel) -> dict[str, jax.Array]:
     """What lies in scalar memory, flat; sequences are numbered through the batch."""
     B = kernel.dims.B
-    found: dict[str, jax.Array] = {}
-    found |= zip(("sequence", "token", "count", "ahead"), _tiles(call, kernel), strict=True)
+    scalars: dict[str, jax.Array] = {}
+    scalars |= zip(("sequence", "token", "count", "ahead"), _tiles(call, kernel), strict=True)
     for name in ("context_lens", "starts", "block_tables"):
         if name in call:
-            found[name] = jnp.broadcast_to(call[name], (B, *call[name].shape[1:])).reshape(-1)
+            scalars[name] = jnp.broadcast_to(call[name], (B, *call[name].shape[1:])).reshape(-1)
     if call.spec.tokens is None:
         # tokens of no sequence belong to one more, which has no keys
-        found |= {name: jnp.pad(found[name], (0, 1)) for name in ("context_lens", "starts") if name in found}
-    return {name: x.astype(jnp.int32) for name, x in found.items()}
+        scalars |= {name: jnp.pad(scalars[name], (0, 1)) for name in ("context_lens", "starts") if name in scalars}
+    return {name: x.astype(jnp.int32) for name, x in scalars.items()}
 
 
 def _tiles(call: Call, kernel: Kernel) -> list[jax.Array]:
@@ -303,8 +303,8 @@ def _tiles(call: Call, kernel: Kernel) -> list[jax.Array]:
         tiles, tile, n = -(-queries // most), jnp.arange(kernel.tiles // B), jnp.arange(N + 1)
         # dense, for that is one fusion: a search and its gathers would be a dozen launches
         begins = jnp.sum(jnp.where(n < n[:, None], tiles, 0), 1)
-        mine = (begins <= tile[:, None]) & (tile[:, None] < begins + tiles)
-        sequence, token, length, begin = (jnp.sum(jnp.where(mine, x, 0), 1) for x in (n, first, queries, begins))
+        owner = (begins <= tile[:, None]) & (tile[:, None] < begins + tiles)
+        sequence, token, length, begin = (jnp.sum(jnp.where(owner, x, 0), 1) for x in (n, first, queries, begins))
         offset = (tile - begin) * most
         count = jnp.clip(length - offset, 0, most)
         return [jnp.where(sequence == N, B * N, b * N + sequence), b * T + token + offset, count, offset - length]
@@ -320,15 +320,15 @@ def _by_row(call: Call, kernel: Kernel, rows: Rows) -> tuple[jax.Array, pl.Block
     k_scale = jnp.repeat(call.arrays.get("k_scale", jnp.ones((1, dims.Hkv))), dims.G, axis=1) * kernel.spec.scale
     v_scale = jnp.repeat(call.arrays.get("v_scale", jnp.ones((1, dims.Hkv))), dims.G, axis=1)
     sinks = call.arrays.get("sinks", jnp.full((1, dims.H), -jnp.inf))
-    found = jnp.stack(jnp.broadcast_arrays(k_scale, v_scale, sinks), -1).astype(jnp.float32)
-    many = found.shape[0]
-    found = jnp.tile(found.reshape(many, rows.heads, -1, 3), (1, 1, rows.tokens, 1))
+    by_row = jnp.stack(jnp.broadcast_arrays(k_scale, v_scale, sinks), -1).astype(jnp.float32)
+    many = by_row.shape[0]
+    by_row = jnp.tile(by_row.reshape(many, rows.heads, -1, 3), (1, 1, rows.tokens, 1))
 
     def index(core: Any, i: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
         tile = jnp.minimum(divided(i * kernel.cores + core, kernel.splits), kernel.tiles - 1)
         return jnp.minimum(divided(sequence[tile], dims.N), many - 1), 0, 0, 0
 
-    return found, pl.BlockSpec((None, rows.heads, rows.count, 3), index)
+    return by_row, pl.BlockSpec((None, rows.heads, rows.count, 3), index)
 
 
 def cost(call: Call) -> pl.CostEstimate:

@@ -1,4 +1,4 @@
-"""The paged kernel for TPUs: one step of the grid is a tile of query tokens of one sequence, and walks over its keys.
+"""The paged kernel for TPUs: one step of the grid is a tile of query tokens of one sequence, with a loop over its keys.
 
 A page (tokens, heads, head_dim) is contiguous, so one copy brings the keys of all heads, and no page is read twice for
 a tile. Copies are double buffered: while a block is multiplied the next one arrives, and while a tile's last block is
@@ -58,55 +58,55 @@ class Block(NamedTuple):
     slot: Any  # of its first page in the table
     offset: Any  # of its first key in that page
     base: Any  # index of its first key in the sequence
-    low: Any  # keys from here on belong to it: the last part of a page may reach into the one before
+    low: Any  # keys from there on belong to it: the last sub-page of a page may reach into the one before
     high: Any
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A sequence's keys in blocks: several whole pages, or a part of one.
+    """A sequence's keys in blocks: several whole pages, or a sub-page.
 
     Attributes:
         page: tokens of a page.
-        part: tokens of one copy.
-        pieces: copies of a block; more than one only of whole pages.
+        copied: tokens of one copy: a page, or a sub-page.
+        copies: of a block; more than one only of whole pages.
     """
 
     page: int
-    part: int
-    pieces: int
+    copied: int
+    copies: int
 
     @property
     def size(self) -> int:
-        return self.part * self.pieces
+        return self.copied * self.copies
 
     @property
     def per_page(self) -> int:
-        return -(-self.page // self.part)
+        return -(-self.page // self.copied)
 
     def index(self, key: Any) -> Any:
         """The block that holds a key."""
         if self.per_page == 1:
             return divided(key, self.size)
         page = divided(key, self.page)
-        return page * self.per_page + divided(key - page * self.page, self.part)
+        return page * self.per_page + divided(key - page * self.page, self.copied)
 
     def at(self, j: Any) -> Block:
         if self.per_page == 1:
-            return Block(j * self.pieces, 0, j * self.size, j * self.size, (j + 1) * self.size)
+            return Block(j * self.copies, 0, j * self.size, j * self.size, (j + 1) * self.size)
         slot = divided(j, self.per_page)
-        first, low = slot * self.page, (j - slot * self.per_page) * self.part
-        # a last part that a page has not in full starts earlier instead
-        offset = low if self.page % self.part == 0 else jnp.minimum(low, self.page - self.part)
-        high = first + jnp.minimum(low + self.part, self.page)
+        first, low = slot * self.page, (j - slot * self.per_page) * self.copied
+        # a last sub-page that a page has not in full starts earlier instead
+        offset = low if self.page % self.copied == 0 else jnp.minimum(low, self.page - self.copied)
+        high = first + jnp.minimum(low + self.copied, self.page)
         return Block(slot, offset, first + offset, first + low, high)
 
 
 class Online(NamedTuple):
     """The running softmax of the rows of one matmul."""
 
-    top: jax.Array  # (rows, 1) largest logit so far
-    total: jax.Array  # (rows, 1) sum of exponentials against it
+    running_max: jax.Array  # (rows, 1) largest logit so far
+    running_sum: jax.Array  # (rows, 1) sum of exponentials against it
     acc: jax.Array  # (rows, Dv) weighted values against it
 
 
@@ -121,7 +121,7 @@ class Tile(NamedTuple):
     high: Any
     first: Any  # block
     steps: Any
-    split: Any  # which share of the keys it has
+    split: Any  # which split of the keys it has
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +131,12 @@ class Kernel:
     Attributes:
         rows: how tiles are multiplied, in order of their tokens; a tile is for the first that has enough.
         heads_first: whether pages are (heads, tokens, head_dim).
-        paired: whether keys and values are rows of one array by turns.
+        paired: whether keys and values alternate as rows of one array.
         batched: for each array of pages, whether every row of the batch axis has its own.
         scaled: whether each query row has its own scale, factor of the values, and sink.
         dtype: of the operands of the matmuls.
-        tiles: how many there are, each in `splits` shares of its keys.
-        cores: that take them by turns.
+        tiles: how many there are, each with `splits` splits of its keys.
+        cores: that take them one after the other.
     """
 
     spec: Spec
@@ -175,30 +175,30 @@ class Kernel:
         """Shape and dtype of everything in VMEM that lives as long as the kernel."""
         dims, blocks, f32 = self.dims, self.blocks, jnp.float32
         heads = dims.Hkv * (2 if self.paired else 1)
-        page = (heads, blocks.part) if self.heads_first else (blocks.part, heads)
-        found: dict[str, tuple[tuple[int, ...], Any]] = {
+        page = (heads, blocks.copied) if self.heads_first else (blocks.copied, heads)
+        buffers: dict[str, tuple[tuple[int, ...], Any]] = {
             "query": ((2, self.tokens, dims.H, dims.D), self.dtype),
             "out": ((self.tokens, dims.H, dims.Dv), self.out_dtype),
         }
         if "stats" in self.written:
-            found["stats"] = ((self.tokens, dims.H, 2), f32)
+            buffers["stats"] = ((self.tokens, dims.H, 2), f32)
         for i, width in enumerate(self.widths):
-            found[f"pages_{i}"] = ((2, blocks.pieces, *page, width), self.cache)
+            buffers[f"pages_{i}"] = ((2, blocks.copies, *page, width), self.cache)
         for i, rows in enumerate(self.rows):
-            found[f"rows_{i}"] = ((rows.heads, rows.count, dims.D), self.dtype)
-            found[f"acc_{i}"] = ((rows.heads, rows.count, dims.Dv), f32)
-            found[f"top_{i}"] = ((rows.heads, rows.count, 1), f32)
-            found[f"total_{i}"] = ((rows.heads, rows.count, 1), f32)
+            buffers[f"rows_{i}"] = ((rows.heads, rows.count, dims.D), self.dtype)
+            buffers[f"acc_{i}"] = ((rows.heads, rows.count, dims.Dv), f32)
+            buffers[f"running_max_{i}"] = ((rows.heads, rows.count, 1), f32)
+            buffers[f"running_sum_{i}"] = ((rows.heads, rows.count, 1), f32)
         if not self.heads_first and not all(rows.joined for rows in self.rows):
             for i, width in enumerate(self.widths):
-                found[f"heads_first_{i}"] = ((heads, blocks.size, width), self.dtype)
-        return found
+                buffers[f"heads_first_{i}"] = ((heads, blocks.size, width), self.dtype)
+        return buffers
 
     def scratch(self) -> dict[str, Any]:
-        found: dict[str, Any] = {name: pltpu.VMEM(*buffer) for name, buffer in self.buffers().items()}
+        memories: dict[str, Any] = {name: pltpu.VMEM(*buffer) for name, buffer in self.buffers().items()}
         copies = {"page_copies": pltpu.SemaphoreType.DMA((2,)), "query_copies": pltpu.SemaphoreType.DMA((2,))}
         # which buffer the next block is in, and how many tokens of output are on their way
-        return found | copies | {"out_copies": pltpu.SemaphoreType.DMA, "state": pltpu.SMEM((2,), jnp.int32)}
+        return memories | copies | {"out_copies": pltpu.SemaphoreType.DMA, "state": pltpu.SMEM((2,), jnp.int32)}
 
     # One step of the grid ------------------------------------------------------------------------------------
 
@@ -207,46 +207,46 @@ class Kernel:
         refs |= {f"{name}_input": ref for name, ref in arrays.items()}
         refs |= {f"{name}_output": ref for name, ref in outputs.items()}
         core, i = pl.program_id(0), pl.program_id(1)
-        here, following = (self.tile(refs, (i + ahead) * self.cores + core) for ahead in (0, 1))
+        current, following = (self.tile(refs, (i + ahead) * self.cores + core) for ahead in (0, 1))
 
         @pl.when(i == 0)
         def _():
             refs["state"][0] = 0
             refs["state"][1] = 0
-            self.fetch_tile(refs, here, 0, 0)
+            self.fetch_tile(refs, current, 0, 0)
 
         fewer = 0
         for v, rows in enumerate(self.rows):
-            mine = (fewer < here.count) & (here.count <= rows.tokens)
-            pl.when(mine)(partial(self.walk, refs, v, rows, here, following, i))
+            fits = (fewer < current.count) & (current.count <= rows.tokens)
+            pl.when(fits)(partial(self.attend_tile, refs, v, rows, current, following, i))
             fewer = rows.tokens
         # the chain of copies goes on where there is nothing to do
-        pl.when(here.count == 0)(lambda: self.fetch_tile(refs, following, 1 - i % 2, refs["state"][0]))
+        pl.when(current.count == 0)(lambda: self.fetch_tile(refs, following, 1 - i % 2, refs["state"][0]))
 
         pl.when(i == pl.num_programs(1) - 1)(lambda: self.wait_outputs(refs))
 
-    def walk(self, refs: Refs, v: int, rows: Rows, here: Tile, following: Tile, i: Any) -> None:
+    def attend_tile(self, refs: Refs, v: int, rows: Rows, current: Tile, following: Tile, i: Any) -> None:
         """All keys of a tile: `v` says which of the scratch arrays are those of `rows`."""
-        self.copy_query(refs, here, i % 2, "wait")
-        self.begin(refs, v, rows, here, i % 2)
+        self.copy_query(refs, current, i % 2, "wait")
+        self.begin(refs, v, rows, current, i % 2)
         slot = refs["state"][0]
         next_tile = partial(self.fetch_tile, refs, following, 1 - i % 2)
 
         def step(step_index: Any, slot: Any) -> Any:
-            j = here.first + step_index
-            pl.when(step_index + 1 < here.steps)(lambda: self.copy_block(refs, here, j + 1, 1 - slot, "start"))
-            pl.when(step_index + 1 == here.steps)(lambda: next_tile(1 - slot))
-            self.copy_block(refs, here, j, slot, "wait")
-            self.attend_block(refs, v, rows, here, j, slot)
+            j = current.first + step_index
+            pl.when(step_index + 1 < current.steps)(lambda: self.copy_block(refs, current, j + 1, 1 - slot, "start"))
+            pl.when(step_index + 1 == current.steps)(lambda: next_tile(1 - slot))
+            self.copy_block(refs, current, j, slot, "wait")
+            self.attend_block(refs, v, rows, current, j, slot)
             return 1 - slot
 
-        slot = lax.fori_loop(0, here.steps, step, slot)
-        pl.when(here.steps == 0)(lambda: next_tile(slot))
+        slot = lax.fori_loop(0, current.steps, step, slot)
+        pl.when(current.steps == 0)(lambda: next_tile(slot))
         refs["state"][0] = slot
-        self.finish(refs, v, rows, here)
+        self.finish(refs, v, rows, current)
 
     def tile(self, refs: Refs, index: Any) -> Tile:
-        """The tile (and share of its keys) of that number; past the last one it has no tokens."""
+        """The tile (and split of its keys) of that number; past the last one it has no tokens."""
         spec, S = self.spec, self.dims.S
         exists, number = index < self.tiles * self.splits, index
         index = jnp.minimum(divided(number, self.splits), self.tiles - 1)
@@ -262,9 +262,11 @@ class Kernel:
         first = self.blocks.index(low)
         some = (count > 0) & (low < high)
         steps = jnp.where(some, self.blocks.index(jnp.maximum(high, 1) - 1) - first + 1, 0)
-        share, split = divided(steps + self.splits - 1, self.splits), number - index * self.splits
-        steps = jnp.clip(steps - split * share, 0, share)
-        return Tile(n, refs["token_scalar"][index], count, position, low, high, first + split * share, steps, split)
+        split_steps, split = divided(steps + self.splits - 1, self.splits), number - index * self.splits
+        steps = jnp.clip(steps - split * split_steps, 0, split_steps)
+        return Tile(
+            n, refs["token_scalar"][index], count, position, low, high, first + split * split_steps, steps, split
+        )
 
     # Copies --------------------------------------------------------------------------------------------------
 
@@ -285,7 +287,7 @@ class Kernel:
         blocks, dims, block = self.blocks, self.dims, self.blocks.at(j)
         row = divided(tile.sequence, dims.N)
 
-        def piece(p: Any) -> None:
+        def copy(p: Any) -> None:
             page = tile.sequence - row * dims.N
             if "block_tables_scalar" in refs:
                 page = refs["block_tables_scalar"][tile.sequence * dims.W + block.slot + p]
@@ -293,17 +295,17 @@ class Kernel:
             for i, batched in enumerate(self.batched):
                 source = refs[f"pages_{i}_input"].at[page + row * dims.P if batched else page]
                 if blocks.per_page > 1:
-                    tokens = pl.ds(block.offset, blocks.part)
+                    tokens = pl.ds(block.offset, blocks.copied)
                     source = source.at[:, tokens] if self.heads_first else source.at[tokens]
                 target = refs[f"pages_{i}"].at[slot, p]
                 getattr(pltpu.make_async_copy(source, target, refs["page_copies"].at[slot]), act)()
 
-        if blocks.pieces == 1:
-            piece(0)
+        if blocks.copies == 1:
+            copy(0)
             return
-        first = divided(jnp.maximum(tile.low - block.base, 0), blocks.part)
-        last = divided(jnp.minimum(tile.high - block.base, blocks.size) + blocks.part - 1, blocks.part)
-        pl.loop(first, last)(piece)
+        first = divided(jnp.maximum(tile.low - block.base, 0), blocks.copied)
+        last = divided(jnp.minimum(tile.high - block.base, blocks.size) + blocks.copied - 1, blocks.copied)
+        pl.loop(first, last)(copy)
 
     def copy_outputs(self, refs: Refs, tile: Tile) -> None:
         refs["state"][1] = tile.count
@@ -324,34 +326,34 @@ class Kernel:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The outputs; lse and top only where asked for, or where parts are merged by them."""
-        parts = self.splits > 1 or self.spec.out_dtype is not None
-        return ("out", "stats") if self.spec.with_lse or parts else ("out",)
+        """The outputs; lse and top only where asked for, or where splits are merged by them."""
+        merged = self.splits > 1 or self.spec.out_dtype is not None
+        return ("out", "stats") if self.spec.with_lse or merged else ("out",)
 
     # Computation ---------------------------------------------------------------------------------------------
 
-    def begin(self, refs: Refs, v: int, rows: Rows, here: Tile, query_slot: Any) -> None:
+    def begin(self, refs: Refs, v: int, rows: Rows, current: Tile, query_slot: Any) -> None:
         """The queries as rows, and an empty state: with sinks, they are what it has seen."""
         G, D = self.dims.G, self.dims.D
         for h in range(rows.heads):
-            mine = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
+            heads = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
             # in float32: two rows of bfloat16 share a word, and may not be of the same head
-            query = refs["query"][query_slot, : rows.tokens, mine, :].astype(jnp.float32)
+            query = refs["query"][query_slot, : rows.tokens, heads, :].astype(jnp.float32)
             refs[f"rows_{v}"][h] = query.reshape(rows.count, D).astype(self.dtype)
         refs[f"acc_{v}"][...] = jnp.zeros_like(refs[f"acc_{v}"])
-        refs[f"top_{v}"][...] = jnp.full_like(refs[f"top_{v}"], MASKED)
-        refs[f"total_{v}"][...] = jnp.zeros_like(refs[f"total_{v}"])
+        refs[f"running_max_{v}"][...] = jnp.full_like(refs[f"running_max_{v}"], MASKED)
+        refs[f"running_sum_{v}"][...] = jnp.zeros_like(refs[f"running_sum_{v}"])
         if not self.scaled:
             return
 
-        @pl.when((here.sequence < self.dims.B * self.dims.N) & (here.split == 0))
+        @pl.when((current.sequence < self.dims.B * self.dims.N) & (current.split == 0))
         def _():
             sinks = refs[f"by_row_{v}_input"][:, :, 2:3]
-            top = jnp.maximum(sinks, MASKED)
-            refs[f"top_{v}"][...] = top
-            refs[f"total_{v}"][...] = jnp.exp(sinks - top)
+            sink_max = jnp.maximum(sinks, MASKED)
+            refs[f"running_max_{v}"][...] = sink_max
+            refs[f"running_sum_{v}"][...] = jnp.exp(sinks - sink_max)
 
-    def attend_block(self, refs: Refs, v: int, rows: Rows, here: Tile, j: Any, slot: Any) -> None:
+    def attend_block(self, refs: Refs, v: int, rows: Rows, current: Tile, j: Any, slot: Any) -> None:
         """Absorb a block."""
         block = self.blocks.at(j)
         if not rows.joined and not self.heads_first:
@@ -361,20 +363,20 @@ class Kernel:
 
         def head(h: Any) -> None:
             key, value = self.operands(refs, rows, h, slot)
-            self.attend(refs, v, h, key, value, self.seen(rows, here, block), rows.joined and self.paired)
+            self.attend(refs, v, h, key, value, self.seen(rows, current, block), rows.joined and self.paired)
 
         if rows.heads == 1:
             head(0)
         else:
             pl.loop(0, rows.heads)(head)
 
-    def seen(self, rows: Rows, here: Tile, block: Block) -> jax.Array:
+    def seen(self, rows: Rows, current: Tile, block: Block) -> jax.Array:
         """Which pairs of rows and columns are visible. Of joined columns only those of keys, of the row's head."""
         spec, each = self.spec, rows.count // rows.tokens
         column, row = iota((1, self.blocks.size * self.columns_per_key(rows)), 1), iota((rows.count, 1), 0)
         token, of_row = small_divided(column, self.columns_per_key(rows)), small_divided(row, each)
-        key, position = block.base + token, here.position + of_row
-        visible = (jnp.maximum(here.low, block.low) <= key) & (key < jnp.minimum(here.high, block.high))
+        key, position = block.base + token, current.position + of_row
+        visible = (jnp.maximum(current.low, block.low) <= key) & (key < jnp.minimum(current.high, block.high))
         by_row = spec.causal and rows.tokens > 1
         if rows.joined:
             head = jnp.where(visible, column - token * self.columns_per_key(rows), -1)
@@ -391,8 +393,8 @@ class Kernel:
     def operands(self, refs: Refs, rows: Rows, h: Any, slot: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values of a head (or of all) in a block."""
         if rows.joined:
-            found = [refs[f"pages_{i}"][slot].astype(self.dtype).reshape(-1, w) for i, w in enumerate(self.widths)]
-            return found[0], found[-1]
+            pages = [refs[f"pages_{i}"][slot].astype(self.dtype).reshape(-1, w) for i, w in enumerate(self.widths)]
+            return pages[0], pages[-1]
         names = [(0, 2 * h), (0, 2 * h + 1)] if self.paired else [(0, h), (1, h)]
         if not self.heads_first:
             key, value = (refs[f"heads_first_{i}"][row] for i, row in names)
@@ -411,12 +413,13 @@ class Kernel:
 
         def absorb(logits: jax.Array, value: jax.Array) -> Online:
             logits = jnp.where(seen, logits, MASKED)
-            top = jnp.maximum(old.top, logits.max(1, keepdims=True))
-            base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing: its weights are exp(MASKED) = 0
-            weights, shrink = jnp.exp(logits - base), jnp.exp(old.top - base)
+            new_max = jnp.maximum(old.running_max, logits.max(1, keepdims=True))
+            # a row that has seen nothing: its weights are exp(MASKED) = 0
+            base = jnp.where(new_max == MASKED, 0.0, new_max)
+            weights, shrink = jnp.exp(logits - base), jnp.exp(old.running_max - base)
             moved = pltpu.roll(weights, 1, 1) if shift else weights  # from the columns of keys to those of values
             product = matmul(moved.astype(self.dtype), value, (1, 0), self.precision)
-            return Online(top, old.total * shrink + weights.sum(1, keepdims=True), old.acc * shrink + product)
+            return Online(new_max, old.running_sum * shrink + weights.sum(1, keepdims=True), old.acc * shrink + product)
 
         def keep(new: Online) -> None:
             for name, x in new._asdict().items():
@@ -437,25 +440,25 @@ class Kernel:
             clean = jnp.where(wrong == 0.0, wide, 0.0).astype(value.dtype)
             keep(absorb(jnp.where(counts > 0.0, jnp.nan, logits), clean))
 
-    def finish(self, refs: Refs, v: int, rows: Rows, here: Tile) -> None:
+    def finish(self, refs: Refs, v: int, rows: Rows, current: Tile) -> None:
         """Normalised rows, and the copies that bring them out."""
         G = self.dims.G
         self.wait_outputs(refs)
         for h in range(rows.heads):
-            mine = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
-            top, total = refs[f"top_{v}"][h], refs[f"total_{v}"][h]
+            heads = slice(None) if rows.joined else slice(h * G, (h + 1) * G)
+            row_max, total = refs[f"running_max_{v}"][h], refs[f"running_sum_{v}"][h]
             some = total != 0.0  # a nan total is not nothing: it must show
             total = jnp.where(some, total, 1.0)
             out = refs[f"acc_{v}"][h] / total
             if self.scaled:
                 out *= refs[f"by_row_{v}_input"][h, :, 1:2]
-            refs["out"][: rows.tokens, mine, :] = out.reshape(rows.tokens, -1, out.shape[1]).astype(self.out_dtype)
+            refs["out"][: rows.tokens, heads, :] = out.reshape(rows.tokens, -1, out.shape[1]).astype(self.out_dtype)
             if "stats" in self.written:
-                lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
-                top = jnp.where(some, top + (total - total), -jnp.inf)
+                lse = jnp.where(some, row_max + jnp.log(total), -jnp.inf)
+                row_max = jnp.where(some, row_max + (total - total), -jnp.inf)
                 first = iota((rows.count, 2), 1) == 0
-                refs["stats"][: rows.tokens, mine, :] = jnp.where(first, lse, top).reshape(rows.tokens, -1, 2)
-        self.copy_outputs(refs, here)
+                refs["stats"][: rows.tokens, heads, :] = jnp.where(first, lse, row_max).reshape(rows.tokens, -1, 2)
+        self.copy_outputs(refs, current)
 
 
 def iota(shape: tuple[int, int], axis: int) -> jax.Array:

@@ -118,7 +118,7 @@ def merge_kernel(
         total += tl.exp2(sink - base)
     o_c, o_d = tl.arange(0, C.CHUNK), tl.arange(0, C.BDV)
     # (BDV,)
-    b_out = tl.zeros([C.BDV], tl.float32)
+    b_out = tl.full([C.BDV], 0.0, tl.float32)
     for i_s in range(0, C.SPLITS, C.CHUNK):
         o_rows = o_first + (i_s + o_c) * C.DECODE_ROWS
         m_rows = tl.load(p_sums + o_rows, mask=i_s + o_c < C.SPLITS, other=0.0) != 0.0

@@ -24,9 +24,10 @@ from ejkernel.kernels.paged.triton.tiles import (
 @triton.jit
 def tile_owner(p_query_start, i_tile, n_sequences, T, C: tl.constexpr):
     """The last sequence whose tiles start at or before a tile (n_sequences: what follows them), and that start."""
+    STEPS: tl.constexpr = C.SEARCH
     i_n = n_sequences * 0
-    for step in tl.static_range(C.SEARCH):
-        i_try = i_n + (1 << (C.SEARCH - 1 - step))
+    for step in tl.static_range(STEPS):
+        i_try = i_n + (1 << (STEPS - 1 - step))
         i_start = query_edge(p_query_start, tl.minimum(i_try, n_sequences), T) * C.G // C.BR + i_try
         i_n = tl.where((i_try <= n_sequences) & (i_start <= i_tile), i_try, i_n)
     return i_n, query_edge(p_query_start, i_n, T) * C.G // C.BR + i_n
@@ -56,9 +57,9 @@ def prefill_kernel(
         o_rows = (i_tile - i_start) * C.BR + o_r
         if i_n == n_sequences:
             i_end = query_edge(p_query_start, i_n, T)
-            b_zero = tl.zeros([C.BR], tl.float32)
+            b_zero = tl.full([C.BR], 0.0, tl.float32)
             store_outputs(
-                b_zero, b_zero, tl.zeros([C.BR, C.BDV], tl.float32), p_out, p_lse, p_max, 1.0,
+                b_zero, b_zero, tl.full([C.BR, C.BDV], 0.0, tl.float32), p_out, p_lse, p_max, 1.0,
                 i_end + o_rows // C.G, i_h * C.G + o_rows % C.G, o_rows < (T - i_end) * C.G, i_b, T, H, C,
             )  # fmt: skip
             return

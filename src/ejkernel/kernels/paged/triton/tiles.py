@@ -284,11 +284,11 @@ def loop_over_keys(
     # keys of a block, (BK,)
     o_block = tl.arange(0, C.BK)
     # (BR, BDV), twice
-    b_out = tl.zeros([C.BR, C.BDV // STEP], tl.float32)
+    b_out = tl.full([C.BR, C.BDV // STEP], 0.0, tl.float32)
     if C.GROUPS > 1:
         o_group = tl.arange(0, C.GROUPS)[:, None]
         o_block = o_group * (C.BK // C.GROUPS) + tl.arange(0, C.BK // C.GROUPS)[None, :]
-        b_out = tl.zeros([C.GROUPS, C.BR, C.BDV // STEP], tl.float32)
+        b_out = tl.full([C.GROUPS, C.BR, C.BDV // STEP], 0.0, tl.float32)
         b_q = tl.broadcast_to(b_q[None, :, :], (C.GROUPS, C.BR, C.BD // STEP))
         b_q_odd = tl.broadcast_to(b_q_odd[None, :, :], (C.GROUPS, C.BR, C.BD // STEP))
         # what the rows bring along is the first group's
@@ -358,7 +358,7 @@ def loop_over_keys(
 def sink_softmax(p_sinks, o_head, m_row, C: tl.constexpr):
     """The running maximum, in units of log2, and the running sum of rows that have seen their sinks and no key."""
     b_max = tl.full([C.BR], float("-inf"), tl.float32)
-    b_sum = tl.zeros([C.BR], tl.float32)
+    b_sum = tl.full([C.BR], 0.0, tl.float32)
     if C.SINKS and C.SPLITS == 1:
         b_max = tl.load(p_sinks + o_head, mask=m_row, other=0.0) * LOG2_E
         b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
