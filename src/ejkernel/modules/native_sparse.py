@@ -58,7 +58,7 @@ def native_sparse_attention(
         g_slc: gate of the selected branch, `(B, T, H)`.
         block_indices: `(B, T, Hkv, K)` integers, blocks counted from the start of a sequence, in any order. One that
             is negative or lies behind the query is none; one that is repeated counts once.
-        block_counts: how many blocks of each query count, a number or `(B, T, Hkv)` of them: the first of
+        block_counts: how many blocks of each query count, a number or `(B, T, Hkv)`, `(B, T, 1)`, `(T,)`: the first of
             `block_indices` (default: all of them), or those selected here (default: 16). Where an array is traced and
             no indices are given, room is made for all blocks.
         cu_seqlens: `(N + 1,)` integers rising from 0: where each of the sequences packed into one row begins, and where
@@ -69,10 +69,10 @@ def native_sparse_attention(
             the rows of all sequences follow each other.
         kv_lengths: `(B,)`, keys of each sequence in a cache of S; the queries are its last tokens.
         block_size: tokens of a block.
-        window_size: tokens of the window, the query's own among them.
-        softmax_scale: of all logits; default `D ** -0.5`.
+        window_size: tokens of the window, the query's own among them; needs `g_swa`.
+        softmax_scale: of all logits, a number, which may be traced; default `D ** -0.5`.
         platform: `None` or `"auto"`, `"xla"`, `"triton"`.
-        cfg: the `Config` of `selected_attention` on that platform, or a dict of its fields.
+        cfg: the `Config` of `selected_attention` on that platform, or a dict of its fields; needs the selected branch.
         mesh: devices to split batch and heads over, with `in_specs`; alone, the device it is compiled for.
         in_specs: one `PartitionSpec` each for query, key, value (and g_cmp, ...), or a dict by name.
         out_specs: that of the output; by default that of the query.
@@ -135,7 +135,7 @@ def selected_attention(
         query, key, value: as in `native_sparse_attention`, and so are `cu_seqlens`, `kv_lengths` and the options.
         block_indices: `(B, T, Hkv, K)` integers, blocks counted from the start of a sequence, in any order. One that
             is negative or lies behind the query is none; one that is repeated counts once.
-        block_counts: how many of the indices count, from the first: a number or `(B, T, Hkv)`. Default: all.
+        block_counts: how many of the indices count, from the first: a number or an array as above. Default: all.
         softmax_aux: sinks `(H,)`, `(H, n)`, or `(1, n)` that all heads share, logits that join the denominator once.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32, sinks included.
 

@@ -52,7 +52,7 @@ def page_attention(
         value_cache: `(pages, page_size, Hkv, Dv)`.
         context_lens: `(B,)`, keys of each sequence, those of the queries included; 0 gives zeros.
         block_tables: `(B, W)`, the ids of each sequence's pages in order.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: a number, which may be traced; default `D ** -0.5`.
         logits_soft_cap: `c` turns the scaled logits into `c * tanh(logits / c)`.
         sliding_window: `w`, or `(left, right)`: a token sees itself and `left` keys before; pages before are skipped.
         softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; they join every softmax once and

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 
 from ejkernel.checks.arrays import concrete, integers, traced_number
 from ejkernel.checks.options import flag, number, static_int
@@ -104,7 +105,7 @@ def canonicalise(
 
 def scaled_query(query: jax.Array, softmax_scale: Any) -> tuple[jax.Array, float]:
     """The query and the scale of its logits; one that is traced is multiplied in, and trained with it."""
-    if isinstance(softmax_scale, jax.core.Tracer):
+    if isinstance(softmax_scale, jax_core.Tracer):
         return (query.astype(jnp.float32) * traced_number("softmax_scale", softmax_scale)).astype(query.dtype), 1.0
     return query, query.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 

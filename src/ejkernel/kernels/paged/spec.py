@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 
 from ejkernel.checks.arrays import check_cumulative, check_sizes_known, integers, traced_number
 from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
@@ -191,7 +192,7 @@ def canonicalise(
 
 def _scale(softmax_scale: Any, D: int) -> tuple[float, jax.Array | None]:
     """The factor of the logits that is part of the program, and one that is traced."""
-    if isinstance(softmax_scale, jax.core.Tracer):
+    if isinstance(softmax_scale, jax_core.Tracer):
         return 1.0, traced_number("softmax_scale", softmax_scale)
     return D**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale), None
 
