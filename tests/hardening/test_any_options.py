@@ -193,7 +193,9 @@ def test_native_sparse(data):
     shapes = {"query": (B, T, n["H"], 8), "key": (B, T, n["Hkv"], 8), "value": (B, T, n["Hkv"], 8)}
     shapes |= dict.fromkeys(sorted(gates), (B, T, n["H"]))
     size = data.draw(st.sampled_from((4, 8)))
-    options = {"block_size": size, "block_counts": data.draw(st.integers(3, 9)), "window_size": 10}
+    options = {"block_size": size}
+    options |= {"block_counts": data.draw(st.integers(3, 9))} if "g_slc" in gates else {}
+    options |= {"window_size": 10} if "g_swa" in gates else {}
     options |= {"cu_seqlens": np.asarray(cumulative(data, T), np.int32)} if packed else {}
     options |= options_of(data, softmax_scale=st.sampled_from((0.2, 1.0)))
     check(
