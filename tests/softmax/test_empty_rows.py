@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.modules import flash_attention
 from ejkernel.types import BlockPattern, MaskInfo
-from harness import check, cotangents_for, evaluate, with_gradients
+from harness import check, cotangents_for, evaluate, normal, with_gradients
 from harness.softmax import Case, call_case, definition, runs
 from tolerances import assert_close
 
@@ -134,18 +135,41 @@ def test_some_rows_see_nothing(native):
     assert np.all(np.any(outputs["out"][:, 18:], axis=-1)) and np.isfinite(outputs["lse"][:, :, 18:]).all()
 
 
+LEAST = float(jnp.finfo(jnp.float32).min)
+
+
 def test_very_negative_logits_are_not_nothing(platform):
-    """A row whose logits are all far below zero still sees its keys."""
-    case = Case("cold", T=T, S=S, D=8, bias="1111", tiles=(8, 8))
+    """A row whose logits are all far below zero still sees its keys; what is -inf stays hidden."""
+    case = Case("cold", B=1, T=T, S=S, D=8, bias="1HTS", tiles=(8, 8), mask=lambda c: MaskInfo(T, S).apply_causal())
     if not runs(case, platform):
         return
-    arrays = case.arrays() | {"bias": jnp.full((1, 1, 1, 1), -1e30)}
-    function = partial(call_case, case, platform)
-    outputs = jax.jit(function)(arrays)
-    np.testing.assert_allclose(outputs["lse"], -1e30, rtol=1e-6)
-    # beside 1e30 the logits vanish: every key weighs the same
-    mean = jnp.broadcast_to(arrays["value"].mean(1, keepdims=True), outputs["out"].shape)
-    assert_close({"out": outputs["out"]}, {"out": mean})
+    arrays = case.arrays()
+    program = with_gradients(partial(call_case, case, platform))
+    cotangents = cotangents_for(partial(definition, case, dtype=jnp.float32), arrays, "float32")
+    cold = np.array([-1e30, -2.4e38, LEAST, -np.inf], np.float32)
+    bias = np.broadcast_to(np.repeat(cold, T // 4)[None, None, :, None], (1, case.H, T, S)).copy()
+    bias[:, 1, 5:, 3] = -np.inf
+    bias[:, 1, :, 7] = 1.0
+    arrays["bias"] = jnp.asarray(bias)
+    outputs, gradients = program(arrays, cotangents)
+    # beside 1e30 the logits vanish: every key that a query sees weighs the same
+    exact = definition(case, arrays, jnp.float32)
+    assert_close(outputs, exact)
+    np.testing.assert_allclose(outputs["lse"][0, 0, :15], bias[0, 0, :15, 0], rtol=1e-6)
+    assert not np.any(outputs["out"][0, 15:, 0]) and np.isneginf(outputs["lse"][0, 0, 15:]).all()
+    assert all(np.isfinite(np.asarray(x)).all() for x in gradients.values())
+    assert not np.any(gradients["query"][0, 15:, 0]) and not np.any(gradients["bias"][0, 0, 15:])
+
+
+def test_a_whole_mask_of_the_least_number_gives_the_mean(native):
+    """As in `jax.nn.dot_product_attention`."""
+    if native.name != "xla":
+        return
+    q, k, v = (normal(name, (2, T, 2, 8)) for name in ("query", "key", "value"))
+    bias = jnp.full((1, 1, T, T), LEAST)
+    with native.context():
+        out = flash_attention(q, k, v, bias, platform=native.name)
+    np.testing.assert_allclose(out, jax.nn.dot_product_attention(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -157,7 +181,7 @@ def test_wide_rows_of_very_negative_logits(D, native):
     function, arrays = partial(call_case, case, native), case.arrays()
     program, cotangents = with_gradients(function), cotangents_for(function, arrays, case.dtype)
     mean = jnp.broadcast_to(arrays["value"].astype(jnp.float32).mean(1, keepdims=True), arrays["query"].shape)
-    for cold in (-1e9, -1e10, -1e30):
+    for cold in (-1e9, -1e10, -1e30, float(jnp.finfo(jnp.bfloat16).min)):
         arrays["bias"] = jnp.full((1, case.H, 1, case.T), cold, jnp.bfloat16)
         outputs, gradients = program(arrays, cotangents)
         lse = jnp.full(outputs["lse"].shape, arrays["bias"][0, 0, 0, 0], jnp.float32)

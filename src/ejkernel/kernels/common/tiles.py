@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# finite, not -inf: a fully masked row would give inf - inf
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+# a hidden logit, below every finite one whatever a bias is; a row of nothing else is taken against 0: `online_step`
+MASKED = -float("inf")
 
 
 class Online(NamedTuple):
@@ -89,7 +89,7 @@ def online_step(
 ) -> tuple[Online, jax.Array]:
     """Absorb a tile of logits (T, S), hidden ones being MASKED: the rescaled state and the tile's weights."""
     top = jnp.maximum(state.top, logits.max(-1))
-    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: its weights are exp(MASKED) = 0
+    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: -inf - 0, not -inf - -inf
     weights = exp(logits - base[:, None])
     shrink = jnp.exp(state.top - base)
     return Online(top, state.total * shrink + weights.sum(-1), state.out * shrink[:, None]), weights

@@ -101,28 +101,30 @@ def guarded_dot(b_w, b_rows, m_seen, b_acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(b_max, b_tile_max, MAY_BE_EMPTY: tl.constexpr):
-    """A step of the online softmax, from the running maxima of rows and those of a tile, both in units of log2.
+def online_softmax(b_max, b_tile_max, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.constexpr = False):
+    """A step of the online softmax, from the running maxima of rows and those of a tile.
 
     Returns the new running maxima, what weights are taken against (`exp2(logits - base)`), and by how much the sums so
-    far shrink. MAY_BE_EMPTY: a row may have seen nothing yet, and its base is 0: -inf - 0, not -inf - -inf.
+    far shrink. MAY_BE_EMPTY: a row may have seen nothing yet, and its base is 0: -inf - 0, not -inf - -inf. Logits are
+    in units of log2, which are out of range for those below -2.36e38, or with NATURAL in their own.
     """
     b_new = tl.maximum(b_max, b_tile_max)
     b_base = b_new
     if MAY_BE_EMPTY:
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    return b_new, b_base, tl.exp2(b_max - b_base)
+    return b_new, b_base, tl.exp2((b_max - b_base) * LOG2_E if NATURAL else b_max - b_base)
 
 
 @triton.jit
-def softmax_result(b_max, b_sum):
-    """What sums of weighted values are divided by, and the log-sum-exp in units of log2, -inf where nothing was seen.
+def softmax_result(b_max, b_sum, NATURAL: tl.constexpr = False):
+    """What sums of weighted values are divided by, and the log-sum-exp in the maxima's units, -inf if nothing was seen.
 
     A sum of nan is not nothing: it must show.
     """
     m_some = b_sum != 0.0
     b_total = tl.where(m_some, b_sum, 1.0)
-    return b_total, tl.where(m_some, b_max + tl.log2(b_total), float("-inf"))
+    b_log = tl.log2(b_total) * LN_2 if NATURAL else tl.log2(b_total)
+    return b_total, tl.where(m_some, b_max + b_log, float("-inf"))
 
 
 @triton.jit

@@ -224,7 +224,9 @@ def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: A
     spec = tiling.spec
     logits = _product(spec, query, key, (1, 1))
     if not tiling.scaled:
-        logits *= spec.scale
+        # between a product and a difference, which would be one operation: against a maximum that is rounded, one that
+        # is not would pass 0, by as much as 2^16 where logits are 1e12
+        logits = jnp.maximum(logits * spec.scale, jnp.finfo(jnp.float32).min)
     if "bias" in head.arrays:
         logits += _tile_of(tiling, head, "bias", i, j).astype(jnp.float32)
     return rounded(capped(logits, spec.soft_cap), spec.logits_dtype)
@@ -302,8 +304,8 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
         return online._replace(out=online.out + product), best
 
     sink = head.arrays["sinks"][head.at("sinks")] if "sinks" in head.arrays else -jnp.inf
-    top = jnp.full((rows,), jnp.maximum(sink, MASKED))
-    total = jnp.exp(sink - top)
+    top = jnp.full((rows,), sink)
+    total = jnp.exp(top - jnp.where(top == MASKED, 0.0, top))
     best = _Best(jnp.full((rows,), MASKED), jnp.full((rows,), -1, jnp.int32)) if spec.with_argmax else None
     start = (Online(top, total, jnp.zeros((rows, size))), best)
     online, best = _visit(schedule, head, i, step, varying_like(start, head.arrays))
@@ -362,7 +364,8 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
     lse, delta = (_queries(tiling, head, name, i)[:, None] for name in ("lse", "delta"))
     logits = _logits(tiling, head, query, key, i, j)
     seen = _seen(tiling, head, i, j) if masked else True
-    p = tiling.exp((jnp.where(seen, logits, MASKED) if masked else logits) - lse)
+    # no weight is above 1, also where lse is rounded by more than that
+    p = tiling.exp(jnp.minimum((jnp.where(seen, logits, MASKED) if masked else logits) - lse, 0.0))
     dp = _product(spec, dout, value, (1, 1))
     kept = p
     if spec.dropout:

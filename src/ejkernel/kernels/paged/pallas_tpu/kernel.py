@@ -349,9 +349,8 @@ class Kernel:
         @pl.when((current.sequence < self.dims.B * self.dims.N) & (current.split == 0))
         def _():
             sinks = refs[f"by_row_{v}_input"][:, :, 2:3]
-            sink_max = jnp.maximum(sinks, MASKED)
-            refs[f"running_max_{v}"][...] = sink_max
-            refs[f"running_sum_{v}"][...] = jnp.exp(sinks - sink_max)
+            refs[f"running_max_{v}"][...] = sinks
+            refs[f"running_sum_{v}"][...] = jnp.exp(sinks - jnp.where(sinks == MASKED, 0.0, sinks))
 
     def attend_block(self, refs: Refs, v: int, rows: Rows, current: Tile, j: Any, slot: Any) -> None:
         """Absorb a block."""
@@ -414,7 +413,7 @@ class Kernel:
         def absorb(logits: jax.Array, value: jax.Array) -> Online:
             logits = jnp.where(seen, logits, MASKED)
             new_max = jnp.maximum(old.running_max, logits.max(1, keepdims=True))
-            # a row that has seen nothing: its weights are exp(MASKED) = 0
+            # a row that has seen nothing: -inf - 0, not -inf - -inf
             base = jnp.where(new_max == MASKED, 0.0, new_max)
             weights, shrink = jnp.exp(logits - base), jnp.exp(old.running_max - base)
             moved = pltpu.roll(weights, 1, 1) if shift else weights  # from the columns of keys to those of values

@@ -57,8 +57,7 @@ def _start(tiles: Tiles, scalars: Any, at: At, kept: Refs) -> None:
     row = kept["top"].shape
     if "sinks" in tiles.call:
         sink = jnp.full(row, tiles.sink(scalars, at) * (1.0 / tiles.unit), jnp.float32)
-        top = jnp.maximum(sink, MASKED)
-        kept["top"][...], kept["total"][...] = top, tiles.weights(sink, top)
+        kept["top"][...], kept["total"][...] = sink, tiles.weights(sink, jnp.where(sink == MASKED, 0.0, sink))
     else:
         kept["top"][...], kept["total"][...] = jnp.full(row, MASKED, jnp.float32), jnp.zeros(row, jnp.float32)
     kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
@@ -84,7 +83,7 @@ def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: At, masked: 
         kept["best"][...] = jnp.where(better, highest, kept["best"][...])
     before = kept["top"][...]
     top = jnp.maximum(before, highest)
-    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: its weights are exp(MASKED) = 0
+    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: -inf - 0, not -inf - -inf
     weights, shrink = tiles.weights(x, base), tiles.weights(before, base)
     kept["top"][...] = top
     kept["total"][...] = kept["total"][...] * shrink + weights.sum(0, keepdims=True)

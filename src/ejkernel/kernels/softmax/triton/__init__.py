@@ -333,7 +333,7 @@ def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) ->
 
     lse, delta = row_terms(residuals, cotangents)
     block = max(tile.block_q for tile in (config.dq, config.dkv, config.dv, config.dbias) if tile)
-    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(lse, delta, block)}
+    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(call, lse, delta, block)}
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
     (dquery,) = _run(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, rows, ROW_BLOCK=block)
@@ -350,11 +350,12 @@ def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) ->
     return gradients
 
 
-def _padded_rows(lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:
-    """lse in units of log2 and delta, to the end of the last block: loads of them need no mask and are aligned."""
+def _padded_rows(call: Call, lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:
+    """lse as kernels take it and delta, to the end of the last block: loads of them need no mask and are aligned."""
+    if "bias" not in call:
+        lse *= LOG2_E
     pad = ((0, 0), (0, 0), (0, -lse.shape[-1] % block))
-    lse, delta = jnp.pad(lse * LOG2_E, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
-    return {"p_lse": lse, "p_delta": delta}
+    return {"p_lse": jnp.pad(lse, pad, constant_values=jnp.inf), "p_delta": jnp.pad(delta, pad)}
 
 
 def bias_gradient(call: Call, residuals: Any, cotangents: Any) -> jax.Array:
@@ -364,7 +365,7 @@ def bias_gradient(call: Call, residuals: Any, cotangents: Any) -> jax.Array:
     config = default_config(call)
     tile = config.dbias or config.dq
     lse, delta = row_terms(residuals, cotangents)
-    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(lse, delta, tile.block_q)}
+    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(call, lse, delta, tile.block_q)}
     return _bias_gradient(call, tile, rows, tile.block_q, dbias_kernel)
 
 

@@ -39,16 +39,18 @@ def tile_gradient(
 ):  # fmt: skip
     """From q.k and dout.v of a tile, in either orientation: the kept weights, ds, and which pairs are visible.
 
-    b_lse is in units of log2, +inf for a row that saw nothing. ds is the gradient of the logits before the soft cap.
+    b_lse is in units of log2 unless there is a bias, +inf for a row that saw nothing. ds is the gradient of the logits
+    before the soft cap.
     """
     unit = scale * LOG2_E
     if not C.PLAIN:
         b_s = finished_logits(b_s * scale, o_q, o_k, options, T, S, soft_cap, C)
         unit = LOG2_E
-    b_x = b_s * unit - b_lse
     if C.BIAS:
-        # as in the forward: no weight is above 1
-        b_x = tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        # as in the forward; no weight is above 1, also where lse is rounded by more than that
+        b_x = tl.minimum((b_s - b_lse) * LOG2_E, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        b_x = b_s * unit - b_lse
     b_p = tl.exp2(b_x)
     b_kept = b_p
     if C.DROPOUT:

@@ -65,11 +65,13 @@ def forward_kernel(
     o_q = i_q + tl.arange(0, C.BQ)
     # (BQ, BD)
     b_q = widened(load_rows(p_q, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, C.TAIL_Q), C)
-    # (BQ,) running maximum in units of log2, running sum
+    # (BQ,) running maximum, in units of log2 unless there is a bias, and running sum
     b_max = tl.full([C.BQ], float("-inf"), tl.float32)
     b_sum = tl.full([C.BQ], 0.0, tl.float32)
     if C.SINKS:
-        sink = tl.load(head_start(p_sinks, i_b, i_h, T, S, C.H, C.SINKS)) * LOG2_E
+        sink = tl.load(head_start(p_sinks, i_b, i_h, T, S, C.H, C.SINKS))
+        if not C.BIAS:
+            sink *= LOG2_E
         b_max = tl.full([C.BQ], 0.0, tl.float32) + sink
         b_sum += tl.where(sink > float("-inf"), 1.0, 0.0)
     b_best = tl.full([C.BQ], float("-inf"), tl.float32)
@@ -97,16 +99,19 @@ def forward_kernel(
             if MASKED:
                 m_seen = visible(o_q[:, None], o_k[None, :], options, T, S, C)
                 b_s = tl.where(m_seen, b_s, float("-inf"))
-            # unit is positive: the maximum may be scaled instead of every logit
-            b_tile = tl.max(b_s, 1) * unit
+            b_tile = tl.max(b_s, 1)
+            if not C.BIAS:
+                # unit is positive: the maximum may be scaled instead of every logit
+                b_tile *= unit
             if C.ARGMAX:
                 b_arg = tl.where(b_tile > b_best, i_k + tl.argmax(b_s, 1), b_arg)
                 b_best = tl.maximum(b_best, b_tile)
-            b_max, b_base, b_shrink = online_softmax(b_max, b_tile, MASKED or C.BIAS)
-            b_x = b_s * unit - b_base[:, None]
+            b_max, b_base, b_shrink = online_softmax(b_max, b_tile, MASKED or C.BIAS, C.BIAS)
             if C.BIAS:
-                # fused with the product it may pass 0 by a rounding, and a rounding of 1e30 is large
-                b_x = tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                # subtracted first: a product may be out of range, and its rounding is large where it is
+                b_x = (b_s - b_base[:, None]) * LOG2_E
+            else:
+                b_x = b_s * unit - b_base[:, None]
             b_p = tl.exp2(b_x)
             b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
             b_out *= b_shrink[:, None]
@@ -121,11 +126,13 @@ def forward_kernel(
             else:
                 b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=C.PRECISION)
 
-    b_total, b_lse = softmax_result(b_max, b_sum)
+    b_total, b_lse = softmax_result(b_max, b_sum, C.BIAS)
+    if not C.BIAS:
+        b_lse *= LN_2
     b_out /= b_total[:, None]
     store_rows(p_out, b_out, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV)
     o_row = i_bh.to(tl.int64) * T + o_q
-    tl.store(p_lse + o_row, b_lse * LN_2, mask=o_q < T)
+    tl.store(p_lse + o_row, b_lse, mask=o_q < T)
     if C.ARGMAX:
         tl.store(p_total + o_row, b_sum, mask=o_q < T)
         tl.store(p_argmax + o_row, b_arg, mask=o_q < T)
