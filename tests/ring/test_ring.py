@@ -327,3 +327,34 @@ def test_patterns_are_refused():
     mask = MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(4, 1, block_size=16), q_len=T)
     with pytest.raises(NotImplementedError, match="takes no block pattern"):
         ring_attention(**qkv(), mask_info=mask, mesh=mesh_of())
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather", "auto"])
+@pytest.mark.parametrize(("T", "S"), [(0, 64), (64, 0), (0, 0)])
+def test_no_queries_or_no_keys(T, S, method):
+    q, k = normal("q", (B, T, H, D)), normal("k", (B, S, Hkv, D))
+    sinks = normal("sinks", (H,))
+
+    def attend(q, k, sinks):
+        return ring_attention(q, k, k, softmax_aux=sinks, mesh=mesh_of(2), method=method, causal=True, return_lse=True)
+
+    (out, lse), pull = jax.vjp(attend, q, k, sinks)
+    assert out.shape == (B, T, H, D) and not np.any(out)
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], (B, H, T)))
+    dq, dk, dsinks = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert dq.shape == q.shape and dk.shape == k.shape and not np.any(dq) and not np.any(dk)
+    np.testing.assert_array_equal(dsinks, B * T)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_bias_of_the_least_number_is_finite(layout):
+    """And one of -inf hides: rows of the first see every key alike, rows of the second none."""
+    arrays = qkv()
+    bias = np.full((1, 1, T, 1), np.finfo(np.float32).min, np.float32)
+    bias[:, :, ::2] = -np.inf
+    out, lse = ring_attention(
+        **arrays, bias=jnp.asarray(bias), mesh=mesh_of(4), method="ring", layout=layout, return_lse=True
+    )
+    mean = arrays["value"].mean(1, keepdims=True).repeat(H // Hkv, 2)
+    assert_close({"out": out[:, 1::2]}, {"out": jnp.broadcast_to(mean, out[:, 1::2].shape)})
+    assert not np.any(out[:, ::2]) and np.isneginf(lse[:, :, ::2]).all() and np.isfinite(lse[:, :, 1::2]).all()

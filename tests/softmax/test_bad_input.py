@@ -23,7 +23,7 @@ WRONG = {
     # shapes and head counts
     "query-rank": ({"query": ones(6, 8)}, ValueError, r"query must have 4 dimensions, got shape \(6, 8\).*layout is"),
     "key-rank": ({"key": ones(10, 2, 8)}, ValueError, r"key \(10, 2, 8\) must have as many dimensions as query"),
-    "empty": ({"key": ones(2, 0, 2, 8)}, ValueError, r"key has an empty dimension: shape \(2, 0, 2, 8\)"),
+    "empty": ({"key": ones(2, 10, 0, 8)}, ValueError, r"key has an empty dimension: shape \(2, 10, 0, 8\)"),
     "batch": ({"key": ones(3, 10, 2, 8)}, ValueError, r"batch sizes differ: query \(2, 6, 4, 8\), key \(3, 10, 2, 8\)"),
     "value-batch": ({"value": ones(1, 10, 2, 8)}, ValueError, "batch sizes differ"),
     "head-dim": ({"key": ones(2, 10, 2, 16)}, ValueError, r"head_dim of key \(2, 10, 2, 16\) must be .* 8"),
@@ -278,10 +278,15 @@ def test_a_forced_platform_under_jit():
 # Traced options -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["softmax_scale", "dropout_prob", "logits_soft_cap"])
+@pytest.mark.parametrize("name", ["dropout_prob", "logits_soft_cap"])
 def test_options_that_are_part_of_the_program(name):
     with pytest.raises(TypeError, match=f"{name} must be a Python number, got a traced value"):
         jax.jit(lambda x: flash_attention(Q, K, V, **{name: x}))(0.5)
+
+
+def test_a_traced_scale_is_one_number():
+    with pytest.raises(TypeError, match=r"softmax_scale must be a number, got float32 of shape \(4,\)"):
+        jax.jit(lambda x: flash_attention(Q, K, V, softmax_scale=x))(np.ones(4, np.float32))
 
 
 def test_a_traced_causal():

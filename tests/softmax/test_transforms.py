@@ -10,6 +10,7 @@ import pytest
 from ejkernel.modules import flash_attention
 from ejkernel.types import BlockPattern, MaskInfo
 from harness import normal
+from harness.compilations import compiled_programs
 from tolerances import assert_close
 
 T, H, D = 20, 2, 8
@@ -206,3 +207,51 @@ def test_value_and_gradient_of_lse_alone():
 def test_integer_arrays_have_no_gradient():
     with pytest.raises(TypeError, match="int32"):
         jax.grad(lambda ids: attend(qkv(2), {"ids": ids})[0].sum())(IDS[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_traced_scale(dtype):
+    """It is as good as one that the program knows, and has a gradient."""
+    q, k, v = (normal(name, (1, T, H, D), dtype) for name in ("query", "key", "value"))
+
+    def attend(scale):
+        out, lse = flash_attention(q, k, v, softmax_scale=scale, causal=True, return_lse=True)
+        return out.astype(jnp.float32), lse
+
+    known, traced = attend(0.25), jax.jit(attend)(0.25)
+    assert_close(dict(zip("ol", traced, strict=True)), dict(zip("ol", known, strict=True)))
+    gradient = jax.jit(jax.grad(lambda scale: attend(scale)[1].sum()))(0.3)
+    step = 2.0**-6
+    difference = (attend(0.3 + step)[1].sum() - attend(0.3 - step)[1].sum()) / (2 * step)
+    assert abs(gradient - difference) <= 0.02 * abs(difference)
+
+
+def _from_lengths(lengths):
+    return {"mask_info": MaskInfo.from_lengths(lengths, q_len=T)}
+
+
+NEW_LENGTHS = {
+    "packed": lambda n: {"cum_seqlens_q": jnp.array([0, n, T])},
+    "packed-numpy": lambda n: {"cum_seqlens_q": np.array([0, n, T], np.int32)},
+    "lengths": lambda n: _from_lengths(jnp.array([n])),
+    "lengths-numpy": lambda n: _from_lengths(np.array([n], np.int32)),
+    "segments": lambda n: {"mask_info": MaskInfo.from_segments((np.arange(T) >= n)[None].astype(np.int32))},
+    "kv-lengths": lambda n: {"mask_info": MaskInfo(T, T).apply_kv_lengths(jnp.array([n]))},
+}
+
+
+@pytest.mark.parametrize("differentiated", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("how", NEW_LENGTHS)
+def test_new_lengths_compile_nothing(how, differentiated):
+    q, k, v = (normal(name, (1, T, H, D)) for name in ("query", "key", "value"))
+
+    def run(n):
+        options = NEW_LENGTHS[how](n)
+        attend = lambda q: flash_attention(q, k, v, causal=True, **options).sum()  # noqa: E731
+        jax.block_until_ready((jax.grad(attend) if differentiated else attend)(q))
+
+    run(3)
+    with compiled_programs() as names:
+        for n in (5, 11, T):
+            run(n)
+    assert names == []

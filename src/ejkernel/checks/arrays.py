@@ -192,7 +192,7 @@ def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:
         raise ValueError(f"{name} must have shape (L,) or (B, L), got {array.shape}")
     if length is not None and array.shape[-1] != length:
         raise ValueError(f"{name} must have length {length}, got shape {array.shape}")
-    return array.reshape(-1, array.shape[-1])
+    return array if array.ndim == 2 else array[None]
 
 
 def common_batch(sizes: dict[str, int]) -> int:

@@ -45,7 +45,7 @@ def attention(
         mask_info: see `ejkernel.types.MaskInfo`.
         init_bias: a function that makes the bias when neither `bias` nor `mask_info` is given.
         deterministic: True switches dropout off.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`.
         dtype: of the matmuls and the results; by default that of the query.
         softmax_dtype: the logits are rounded to it before the softmax.

@@ -49,7 +49,7 @@ def blocksparse_attention(
             made without takes this, or else 64.
         mask_info: further limits, all of which apply.
         causal: on by default, element by element.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
         logits_soft_cap: as in `flash_attention`.
         sliding_window: as in `flash_attention`.
         return_lse: also return the log-sum-exp, `(B, H, T)` float32.

@@ -55,7 +55,7 @@ def flash_attention(
         cum_seqlens_k: the same for keys; by default that of the queries.
         softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; have a gradient.
         mask_info: segments, lengths, patterns, dense masks, explicit positions: see `ejkernel.types.MaskInfo`.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
         dropout_prob: chance that a weight is dropped; needs `dropout_seed`.
         dropout_seed: an int, an integer scalar (may be traced) or a PRNG key.
         causal: query `i` sees keys up to `i + S - T`.

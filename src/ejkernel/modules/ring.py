@@ -56,7 +56,7 @@ def ring_attention(
         mask_info: segments, lengths, explicit positions, dense masks; no block patterns.
         causal: query `i` sees keys up to `i + S - T`.
         sliding_window: `w` for `(w, w)`, or `(left, right)`. Keys then travel no further than they are seen.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`.
         dropout_prob: chance that a weight is dropped; needs `dropout_seed`.
         dropout_seed: an int, an integer scalar (may be traced) or a PRNG key.

@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
         cum_seqlens_k: the same for keys; by default that of the queries.
         mask_info: see `ejkernel.types.MaskInfo`.
         init_bias: a function that makes the bias when neither `bias` nor `mask_info` is given.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
         causal: query `i` sees keys up to `i + S - T`.
         sliding_window: `w` for `(w, w)`, or `(left, right)`.
         platform: as in `flash_attention`; so are `cfg`, `mesh`, `in_specs`, `out_specs`.

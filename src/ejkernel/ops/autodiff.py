@@ -62,7 +62,7 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
 
     operation = plan.operation
     split = partitioned(one, operation.splits, [operation.arrays], _results(plan)) if plan.implicit else one
-    return fold_forward(allow_empty(split), _whole(plan))(arrays)
+    return fold_forward(allow_empty(split, operation, _results(plan)), _whole(plan))(arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -85,7 +85,7 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
     operation = plan.operation
     groups = [operation.arrays, _results(plan), _results(plan)]
     split = partitioned(one, operation.splits, groups, operation.arrays, gradients=True) if plan.implicit else one
-    return fold_backward(allow_empty_gradient(split, trained), whole)(arrays, residuals, cotangents)
+    return fold_backward(allow_empty_gradient(split, operation), whole)(arrays, residuals, cotangents)
 
 
 def _differentiated_again(plan: Plan, *_: Any) -> Any:

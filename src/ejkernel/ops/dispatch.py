@@ -9,6 +9,7 @@ import jax
 
 from ejkernel.ops import config as configs
 from ejkernel.ops.autodiff import default_rules, execute
+from ejkernel.ops.empty import to_plan
 from ejkernel.ops.explanation import Explanation
 from ejkernel.ops.operation import Arrays, Call, Implementation, Operation, Plan
 from ejkernel.ops.platforms import DEVICES, PLATFORMS, TYPICAL
@@ -131,6 +132,7 @@ def choose(operation: Operation, call: Call, platform: str | None, cfg: Any) -> 
         raise ValueError(f"platform {platform!r} is unknown; use None, 'auto', {', '.join(map(repr, PLATFORMS))}")
     if cfg is not None:
         configs.check_config(cfg)
+    call = to_plan(operation, call)
     with default_rules():  # some plan the call to know its size
         refused = {p: refusals(operation, p, call, cfg, thorough=p == platform) for p in PLATFORMS}
     if platform not in (None, "auto"):

@@ -161,6 +161,8 @@ class Operation:
         no_gradient: of an operation none of whose arrays has one, what to do instead.
         made_of: of a public function that makes several calls, the operations that its `cfg` is for. It has no
             implementation of its own.
+        of_nothing: `(arrays, zeros)` to outputs, of a call with an empty dimension, from zeros in their shapes. None:
+            implementations know what these are, but for an empty batch.
         configs_of: of an operation made of another's calls, the name of that one: what is measured of it is kept and
             found under that name, and a `use_config` for that one is for these calls too, after one for their own name.
     """
@@ -176,6 +178,7 @@ class Operation:
     probes: Callable[[], dict[str, Call]] = _no_probes
     no_gradient: str = "it has no gradient"
     made_of: tuple[str, ...] = ()
+    of_nothing: Callable[[Arrays, Arrays], Arrays] | None = None
     configs_of: str | None = None
 
     @property

@@ -109,7 +109,8 @@ def letter_sizes(arrays: Iterable[tuple[Dims, Sequence[int]]]) -> dict[str, int]
     for dims, shape in arrays:
         for letter, each, n in zip(dims.axes, dims.each, shape, strict=True):
             if each is not None:
-                sizes[letter] = max(n // each, sizes.get(letter, 1))
+                size = sizes.get(letter, 1)
+                sizes[letter] = max(n // each, size) if n and size else 0
     return sizes
 
 

@@ -163,8 +163,8 @@ class MaskInfo(MaskFields):
         >>> mask.q_segment_ids.tolist(), mask.cu_seqlens_q.tolist()
         ([[0, 0, 1, -1]], [0, 2, 3])
         """
-        q_len = static_int("max_q_len", max_q_len, 1)
-        kv_len = q_len if max_kv_len is None else static_int("max_kv_len", max_kv_len, 1)
+        q_len = static_int("max_q_len", max_q_len, 0)
+        kv_len = q_len if max_kv_len is None else static_int("max_kv_len", max_kv_len, 0)
         q_cu = cumulative_lengths("cu_q", cu_q, q_len)
         if cu_kv is None and kv_len == q_len:
             ids, _ = segments.from_cu_seqlens(q_cu, q_len)
@@ -193,8 +193,8 @@ class MaskInfo(MaskFields):
         >>> MaskInfo.from_lengths([2, 3], q_len=3).q_segment_ids.tolist()
         [[0, 0, -1], [0, 0, 0]]
         """
-        T = static_int("q_len", q_len, 1)
-        S = T if kv_len is None else static_int("kv_len", kv_len, 1)
+        T = static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
         q_ids = segments.from_lengths(lengths_array("q_lengths", q_lengths, T), T)
         if kv_lengths is None:
             if S != T:
@@ -214,8 +214,8 @@ class MaskInfo(MaskFields):
             raise TypeError(
                 f"pattern must be a BlockPattern, got {type(pattern).__name__}; see BlockPattern.from_dense"
             )
-        T = static_int("q_len", q_len, 1)
-        S = T if kv_len is None else static_int("kv_len", kv_len, 1)
+        T = static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
         return cls(T, S, pattern=pattern.fitted(T, S), cross=T != S)
 
     @classmethod
@@ -227,8 +227,8 @@ class MaskInfo(MaskFields):
         >>> int(MaskInfo.from_random(1, 10, 10, sparsity=0.25).attention_mask.sum())
         75
         """
-        B, T = static_int("batch_size", batch_size, 1), static_int("q_len", q_len, 1)
-        S = T if kv_len is None else static_int("kv_len", kv_len, 1)
+        B, T = static_int("batch_size", batch_size, 1), static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must lie in [0, 1], got {sparsity}")
         ranks = jnp.broadcast_to(jnp.arange(T * S), (B, T * S))

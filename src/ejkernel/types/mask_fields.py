@@ -34,8 +34,8 @@ class MaskFields:
     cross: bool = False
 
     def __post_init__(self):
-        static_int("q_len", self.q_len, 1)
-        static_int("kv_len", self.kv_len, 1)
+        static_int("q_len", self.q_len, 0)
+        static_int("kv_len", self.kv_len, 0)
 
     def element_mask(self, q_index: jax.Array | None = None, kv_index: jax.Array | None = None) -> jax.Array:
         """The mask at these query and key indices, (t,) and (s,): bool (B|1, H|1, t, s). None takes all.

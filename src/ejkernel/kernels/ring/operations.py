@@ -31,6 +31,7 @@ RING_ATTENTION = Operation(
     splits=Splits(free=("B", "H", "Hkv"), tied=(("T", "S"),), grouped=(("H", "Hkv"),), passed_on={"T": along_length}),
     example=softmax.example,
     probes=probes,
+    of_nothing=softmax.of_nothing,
     configs_of=HOP.configs_of,
 )
 

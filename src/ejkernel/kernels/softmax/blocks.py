@@ -48,7 +48,7 @@ def _pattern(block_mask: Any, block_size: Any, sizes: tuple[int, int, int, int])
         raise ValueError("block_size is needed unless block_mask is a BlockPattern")
     B, H, T, S = sizes
     block = int_pair("block_size", block_size, 1)
-    counts = (B, H, -(-T // block[0]), -(-S // block[1]))
+    counts = (B, H, -(-T // block[0]) or 1, -(-S // block[1]) or 1)  # a pattern has a block, also if it hides nothing
     blocks = _evaluated(block_mask, counts) if callable(block_mask) else bool_array("block_mask", block_mask)
     if blocks.ndim not in (2, 3, 4):
         shapes = "(blocks_q, blocks_k), (heads, ...) or (batch, heads, ...)"

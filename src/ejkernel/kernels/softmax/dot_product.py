@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import core as jax_core
 
 from ejkernel.checks.arrays import FLOATS, number_array
 from ejkernel.checks.options import flag, int_pair
@@ -84,9 +83,7 @@ def dot_product_call(arguments: Arguments, dropout: Dropout, dtype: Any, precisi
     mask = _masks(arguments, batch, (T, S), flax=dropout.deterministic is not None)
     # jax.nn aligns the starts of queries and keys: of their ends, the queries' are that much later
     mask = _banded(mask, flag("is_causal", arguments.is_causal), arguments.local_window_size, T - S)
-    bias, scale = arguments.bias, arguments.scale
-    if isinstance(scale, jax_core.Tracer):
-        query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+    bias = arguments.bias
     rate = 0.0 if dropout.deterministic else dropout.rate
     call = canonicalise(
         query,
@@ -94,7 +91,7 @@ def dot_product_call(arguments: Arguments, dropout: Dropout, dtype: Any, precisi
         value,
         None if bias is None else folded_broadcast(_as_float("bias", bias, None), batch),
         mask_info=mask,
-        softmax_scale=scale,
+        softmax_scale=arguments.scale,
         dropout_prob=rate,
         dropout_seed=dropout.rng,
         precision=precision,

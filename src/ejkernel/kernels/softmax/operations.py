@@ -104,6 +104,13 @@ def example(call: Call) -> Arrays:
     return random_arrays(call) | counted | packed
 
 
+def of_nothing(arrays: Arrays, zeros: Arrays) -> Arrays:
+    """Outputs without keys: those of rows that see nothing but their sinks."""
+    sinks = arrays["sinks"][..., None] if "sinks" in arrays else jnp.float32(-jnp.inf)
+    values = {"lse": sinks, "total": jnp.where(jnp.isneginf(sinks), 0.0, 1.0), "argmax": jnp.int32(-1)}
+    return zeros | {n: jnp.broadcast_to(x, zeros[n].shape) for n, x in values.items() if n in zeros}
+
+
 SPLITS = Splits(
     free=("B", "H", "Hkv"),
     grouped=(("H", "Hkv"),),
@@ -118,27 +125,20 @@ PREFERENCE = {
     "tpu": ("pallas", "xla"),
 }
 
-_family = partial(
-    Operation, arrays=ARRAYS, outputs=OUTPUTS, bucket=bucket, splits=SPLITS, example=example, probes=probes
-)
-
-FLASH_ATTENTION = _family(
+FLASH_ATTENTION = Operation(
     name="flash_attention",
+    arrays=ARRAYS,
+    outputs=OUTPUTS,
     implementations=IMPLEMENTATIONS,
     preference=PREFERENCE,
+    bucket=bucket,
+    splits=SPLITS,
+    example=example,
+    probes=probes,
+    of_nothing=of_nothing,
 )
-
-BLOCKSPARSE_ATTENTION = _family(
-    name="blocksparse_attention",
-    implementations=IMPLEMENTATIONS,
-    preference=PREFERENCE,
-)
-
-SCALED_DOT_PRODUCT_ATTENTION = _family(
-    name="scaled_dot_product_attention",
-    implementations=IMPLEMENTATIONS,
-    preference=PREFERENCE,
-)
+BLOCKSPARSE_ATTENTION = replace(FLASH_ATTENTION, name="blocksparse_attention")
+SCALED_DOT_PRODUCT_ATTENTION = replace(FLASH_ATTENTION, name="scaled_dot_product_attention")
 
 # flash_attention's kernels and configs, and its own name in errors and explanations
 DOT_PRODUCT_ATTENTION = replace(FLASH_ATTENTION, name="dot_product_attention", configs_of=FLASH_ATTENTION.name)

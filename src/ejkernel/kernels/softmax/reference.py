@@ -58,7 +58,7 @@ def weights(call: Call, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]
     seen = jnp.broadcast_to(visible(call), logits.shape)
     logits = jnp.where(seen, logits, -jnp.inf)
     sinks = call["sinks"][..., None] if "sinks" in call else jnp.full((1, dims.H, 1), -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1), sinks))
+    top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, initial=-jnp.inf), sinks))
     top = jnp.where(jnp.isneginf(top), 0.0, top)  # a row that sees nothing: exp(-inf - 0) is the 0 it should be
     exponentials = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - top[..., None]), 0.0)
     total = exponentials.sum(-1) + jnp.exp(sinks - top)

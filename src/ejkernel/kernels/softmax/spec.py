@@ -14,6 +14,7 @@ from ejkernel.checks.arrays import INT32_MAX, cumulative_lengths, float_array, f
 from ejkernel.checks.options import flag, number, soft_cap
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
+from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.ops import Call, Dims
 from ejkernel.types import MaskInfo
@@ -124,13 +125,14 @@ def canonicalise(
     query, key, value, batch, dims = checked_tokens(query, key, value)
     offsets = _packed_offsets(dims, cum_seqlens_q, cum_seqlens_k)
     mask = _combined_mask(dims, mask_info, offsets)
+    called = dict(zip(_RENAMED, _RENAMED, strict=True)) | {**names}
+    query, scale = with_static_scale(called["softmax_scale"], query, softmax_scale)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
     arrays["bias"] = _bias(bias, dims, batch)
     arrays["sinks"] = _sinks(softmax_aux, dims)
     arrays |= _mask_arrays(mask)
     if mask_info is None:  # which may hide more, and the offsets would not say so
         arrays |= {name: None if x is None else x[None] for name, x in offsets.items()}
-    called = dict(zip(_RENAMED, _RENAMED, strict=True)) | {**names}
     dropout = number(called["dropout_prob"], dropout_prob)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{called['dropout_prob']}={dropout_prob} must be at least 0 and below 1")
@@ -139,7 +141,7 @@ def canonicalise(
             raise ValueError(f"{called['dropout_prob']}={dropout} needs {called['dropout_seed']}")
         arrays["dropout_seeds"] = head_seeds(_seed(called["dropout_seed"], dropout_seed), dims.B, dims.H)
     spec = Spec(
-        scale=dims.D**-0.5 if softmax_scale is None else number(called["softmax_scale"], softmax_scale),
+        scale=scale,
         band=Band(*mask.band) & Band(None, 0 if flag("causal", causal) else None) & window_band(sliding_window),
         chunk=mask.chunk,
         soft_cap=soft_cap(logits_soft_cap),
@@ -195,7 +197,7 @@ def _check_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensions:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if 0 in x.shape[1:]:
+        if 0 in x.shape[2:]:
             raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
@@ -209,7 +211,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensi
             f"value {value.shape} must have the length and heads of key {key.shape}: {(S, Hkv)}; {_LAYOUT}"
         )
     if H % Hkv:
-        swapped = f"; {_LAYOUT}: are lengths and heads swapped?" if T % S == 0 or S % T == 0 else ""
+        swapped = f"; {_LAYOUT}: are lengths and heads swapped?" if T and S and 0 in (T % S, S % T) else ""
         raise ValueError(f"query heads {H=} must be a multiple of key heads {Hkv=}{swapped}")
     return Dimensions(B, T, S, H, Hkv, D, value.shape[3])
 
@@ -398,7 +400,7 @@ def _on_device(blocks: Any) -> jax.Array:
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...], softmax_aux: Any = None) -> Any:
     """From the canonical outputs to what the caller asked for, whose query has that shape."""
     out, lse = outputs["out"], outputs["lse"]
-    if call.spec.with_argmax:
+    if call.spec.with_argmax and call["key"].shape[1]:  # without keys, no weight has a sum
         out = _unnormalised(call.spec, call.arrays, outputs, softmax_aux)
     out = unfolded(out, shape[:-3])
     return (out, unfolded(lse, shape[:-3])) if call.spec.with_lse else out
