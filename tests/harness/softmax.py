@@ -31,6 +31,7 @@ class Case:
         packed: whether packed arrays have three dimensions.
         tiles: queries and keys per tile, on platforms that can choose.
         lse: whether the log-sum-exp is an output too, and so has a gradient.
+        strength: what queries and keys are multiplied by: logits grow with its square.
         options: further keywords.
     """
 
@@ -51,6 +52,7 @@ class Case:
     packed: bool = True
     tiles: tuple[int, int] = (32, 16)
     lse: bool = True
+    strength: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,7 +79,8 @@ class Case:
             shapes["bias"] = self.shaped(self.bias)
         if self.sinks:
             shapes["softmax_aux"] = self.shaped(self.sinks)
-        return {name: normal(name, shape, self.dtype) for name, shape in shapes.items()}
+        arrays = {name: normal(name, shape, self.dtype) for name, shape in shapes.items()}
+        return arrays | {name: arrays[name] * self.strength for name in ("query", "key")}
 
     def keywords(self) -> dict[str, Any]:
         """Everything else."""
@@ -261,6 +264,11 @@ DTYPES = (
     Case("bfloat16-no-lse-causal", T=64, D=64, dtype="bfloat16", lse=False, options=CAUSAL),
     Case("float16-no-lse-window", T=64, D=64, dtype="float16", lse=False, options={**CAUSAL, "sliding_window": 8}),
     Case("bfloat16-no-lse-gqa", T=64, S=128, H=4, Hkv=2, D=64, dtype="bfloat16", lse=False),
+    *(
+        Case(f"{dtype}-{how}", T=40, dtype=dtype, D=40, strength=strength, options=CAUSAL)
+        for dtype in ("float32", "bfloat16", "float16")
+        for how, strength in (("strong", 8.0), ("weak", 2.0**-9))
+    ),
 )
 BANDS = (
     Case("causal", options=CAUSAL),
@@ -426,7 +434,7 @@ CASES = (
 # what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
 CORE_IDS = (
     "63x129", "1x129", "129x1",
-    "D256-bfloat16", "Dv-smaller", "bfloat16-gqa-causal", "float16",
+    "D256-bfloat16", "Dv-smaller", "bfloat16-gqa-causal", "float16", "float16-strong", "float16-weak",
     "causal-T>S", "window-lopsided-T<S", "chunks-odd-causal",
     "segments-padding-causal", "segments-unsorted-causal", "segments-cross-padding-window", "lengths-cross-causal",
     "kv-lengths-zero", "positions-window-T<S", "positions-in-segments-causal",
