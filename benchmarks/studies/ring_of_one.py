@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.ring.layout import part_of
+from ejkernel.kernels.ring.layout import shard_of
 from ejkernel.modules import flash_attention
 from ejkernel.types import MaskInfo
 
@@ -48,7 +48,7 @@ def hops(program, shard, given):
     if given.layout == "zigzag":
         halves = [jnp.concatenate([x[:, : t // 2], x[:, t // 2 :]]) for x in shard]
         return [partial(program, *shard, None), *[partial(program, *halves, None, causal=False)] * (n - 1)]
-    at = [part_of(given.layout, r, n, t).index[None] for r in range(n)]
+    at = [shard_of(given.layout, r, n, t).index[None] for r in range(n)]
     masks = [MaskInfo(t, t, q_pos=at[n - 1], kv_pos=at[source]) for source in range(n)]
     return [partial(program, *shard, mask) for mask in masks]
 

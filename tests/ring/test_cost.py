@@ -7,7 +7,7 @@ import pytest
 
 from ejkernel import explain
 from ejkernel.kernels.ring import cost
-from ejkernel.kernels.ring.layout import Hops, from_zigzag, hops_needed, part_of, to_zigzag
+from ejkernel.kernels.ring.layout import Hops, from_zigzag, hops_needed, shard_of, to_zigzag
 from ejkernel.kernels.softmax import schedule
 from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
 from ejkernel.modules import ring_attention
@@ -19,7 +19,7 @@ CAUSAL = Band(None, 0)
 
 def blocks_visited(layout: str, devices: int, tokens: int, block: int) -> np.ndarray:
     """Of each device, the blocks that its causal calls visit on all hops together, by the schedule of its calls."""
-    index = np.stack([np.asarray(part_of(layout, r, devices, tokens).index) for r in range(devices)])
+    index = np.stack([np.asarray(shard_of(layout, r, devices, tokens).index) for r in range(devices)])
     everyone = index.reshape(1, -1)
 
     def visits(mine: jax.Array) -> jax.Array:
@@ -46,7 +46,7 @@ def test_hops_of_a_schedule_are_those_counted():
     total = 0
     for r in range(devices):
         for j in range(devices):
-            mine, theirs = (np.asarray(part_of("zigzag", d, devices, tokens).index)[None] for d in (r, j))
+            mine, theirs = (np.asarray(shard_of("zigzag", d, devices, tokens).index)[None] for d in (r, j))
             x = jnp.zeros((1, tokens, 1, 8))
             arrays = {
                 "query": x,
@@ -86,7 +86,7 @@ def test_windows_stop_early(layout, band, chunk, hops):
 def test_zigzag_and_back(axis):
     x = jnp.arange(24 * 24).reshape(24, 24)
     np.testing.assert_array_equal(from_zigzag(to_zigzag(x, 3, axis), 3, axis), x)
-    parts = [np.asarray(part_of("zigzag", r, 3, 8).index) for r in range(3)]
+    parts = [np.asarray(shard_of("zigzag", r, 3, 8).index) for r in range(3)]
     np.testing.assert_array_equal(to_zigzag(jnp.arange(24), 3, 0), np.concatenate(parts))
     with pytest.raises(ValueError, match=r"length of 24 of x does not divide into 2 \* 5 chunks.* pad it to 30"):
         to_zigzag(x, 5, axis)

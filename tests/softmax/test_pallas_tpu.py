@@ -10,8 +10,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 
 from ejkernel.kernels.common.pallas_tpu import CHIPS, MIB, chip_of
 from ejkernel.kernels.common.pallas_tpu_cost import costs
-from ejkernel.kernels.softmax import pallas_tpu, pallas_tpu_tiles
+from ejkernel.kernels.softmax import pallas_tpu
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
+from ejkernel.kernels.softmax.pallas_tpu import tiles as tpu_tiles
 from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, MASKED, VISIT, flatten
 from ejkernel.kernels.softmax.pallas_tpu.tiles import rounded
 from ejkernel.kernels.softmax.schedule import plan
@@ -165,7 +166,7 @@ def test_a_static_grid_has_no_idle_step():
 
 
 def test_no_races_and_the_same_bits_every_time(monkeypatch):
-    monkeypatch.setattr(pallas_tpu_tiles, "launch", partial(pallas_tpu_tiles.launch, copies=True))
+    monkeypatch.setattr(tpu_tiles, "launch", partial(tpu_tiles.launch, copies=True))
     arrays = [normal(name, (1, 70, heads, 16)) for name, heads in (("q", 4), ("k", 2), ("v", 2))]
 
     @jax.jit

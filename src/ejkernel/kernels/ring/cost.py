@@ -1,4 +1,4 @@
-"""What each way of splitting a sequence costs: the arithmetic by which one is chosen, and that of the scaling table.
+"""What each method of splitting a sequence costs: the arithmetic by which one is chosen, and that of the scaling table.
 
 Of `n` devices each has `t` queries and `s` keys of a sequence. Times are those of the busiest device, forward:
 
@@ -56,11 +56,11 @@ BACKWARD = 2.5
 
 def chip_of(target: Target) -> Chip:
     """The chip of a device; a modest one where it is unknown."""
-    return next((CHIPS[name] for part, name in _KINDS.items() if part in target.kind), _ANY)
+    return next((CHIPS[name] for kind, name in _KINDS.items() if kind in target.kind), _ANY)
 
 
 class Problem(NamedTuple):
-    """One device's part of a call, on shapes alone: `dims` are its own, and `itemsize` the bytes of an element."""
+    """One device's shard of a call, on shapes alone: `dims` are its own, and `itemsize` the bytes of an element."""
 
     dims: Dimensions
     devices: int
@@ -142,7 +142,7 @@ def all_gather_cost(problem: Problem, chip: Chip) -> Cost:
 
 
 class Choice(NamedTuple):
-    """The way taken, and why."""
+    """The method taken, and why."""
 
     method: str
     costs: dict[str, Cost]
@@ -158,7 +158,7 @@ class Choice(NamedTuple):
 
 
 def choose(call: Call, devices: int) -> Choice:
-    """The fastest way to do a call of which this is one device's part, by arithmetic; a ring where they are equal."""
+    """The fastest method for a call of which this is one device's shard, by arithmetic; a ring where they are equal."""
     d, itemsize = dimensions(call), jax.numpy.dtype(call["query"].dtype).itemsize
     explicit: Any = "q_positions" in call
     band, chunk = (Band(), None) if explicit else (call.spec.band, call.spec.chunk)

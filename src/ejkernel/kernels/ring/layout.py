@@ -14,8 +14,8 @@ from ejkernel.kernels.softmax.spec import Band
 LAYOUTS = ("contiguous", "zigzag")
 
 
-class Part(NamedTuple):
-    """Tokens of a sequence: runs of equal length, each from its start on."""
+class Shard(NamedTuple):
+    """A device's tokens of a sequence: runs of equal length, each from its start on."""
 
     starts: tuple[Any, ...]
     length: int
@@ -27,16 +27,16 @@ class Part(NamedTuple):
         return jnp.concatenate([run + jnp.asarray(start, jnp.int32) for start in self.starts])
 
     def runs(self) -> list[tuple[Any, int, int]]:
-        """Of each run, its start in the sequence, and where it begins and ends here."""
+        """Of each run, its start in the sequence, and where it begins and ends on the device."""
         return [(start, i * self.length, (i + 1) * self.length) for i, start in enumerate(self.starts)]
 
 
-def part_of(layout: str, device: Any, devices: int, length: int) -> Part:
+def shard_of(layout: str, device: Any, devices: int, length: int) -> Shard:
     """The tokens of a device, which has `length` of them."""
     if layout == "contiguous" or devices == 1:
-        return Part((device * length,), length)
+        return Shard((device * length,), length)
     half = length // 2
-    return Part((device * half, (2 * devices - 1 - device) * half), half)
+    return Shard((device * half, (2 * devices - 1 - device) * half), half)
 
 
 def _checked(x: Any, devices: Any, axis: Any) -> tuple[jax.Array, int, int]:
@@ -127,8 +127,8 @@ def _sees(layout: str, devices: int, T: int, S: int, band: Band, chunk: int | No
 
     def bounds(length: int, offset: int) -> np.ndarray:
         """First and last position of the runs of each device: (devices, runs, 2)."""
-        parts = [part_of(layout, r, devices, length // devices) for r in range(devices)]
-        return np.array([[(start, start + part.length - 1) for start in part.starts] for part in parts]) + offset
+        shards = [shard_of(layout, r, devices, length // devices) for r in range(devices)]
+        return np.array([[(start, start + shard.length - 1) for start in shard.starts] for shard in shards]) + offset
 
     q, k = bounds(T, S - T)[:, None, :, None], bounds(S, 0)[None, :, None, :]
     seen = np.ones(np.broadcast_shapes(q.shape, k.shape)[:-1], bool)

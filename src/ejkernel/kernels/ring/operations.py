@@ -13,11 +13,11 @@ _NOT_HERE = ("block pattern", "packed sequences", "unnormalised output")
 
 def probes() -> dict[str, Call]:
     """Those of softmax attention, on one device."""
-    found = {name: call for name, call in softmax.probes().items() if name not in _NOT_HERE}
+    kept = {name: call for name, call in softmax.probes().items() if name not in _NOT_HERE}
     facts = [field.name for field in fields(softmax_spec.Spec)]
     return {
         name: Call(Spec(**{fact: getattr(call.spec, fact) for fact in facts}), call.arrays)
-        for name, call in found.items()
+        for name, call in kept.items()
     }
 
 

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 from ejkernel.kernels.common.batch import shards as folded_shards
 from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.operations import RING_ATTENTION
+from ejkernel.kernels.ring.ring_pass import indices_decide, meets_in_halves
 from ejkernel.kernels.ring.sharded import HOP, along_length, check_chunks, over_heads
 from ejkernel.kernels.ring.spec import ARRAYS, canonicalise
-from ejkernel.kernels.ring.walk import indices_decide, meets_in_halves
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Shards
 from ejkernel.ops import run as run_operation
@@ -85,9 +85,9 @@ def _shards(call: Call, axes: Axes, given: Shards, axis_name: Any) -> Shards:
     if given.in_specs is None:
         return Shards(mesh, _specs(call, axes, mesh, typed), given.out_specs)
     specs = given.in_specs.values() if isinstance(given.in_specs, dict) else given.in_specs
-    said = {axes_of(spec[1]) for spec in specs if len(spec) > 1 and spec[1] is not None}
-    if said - {axes}:
-        raise ValueError(f"in_specs split lengths over {sorted(said - {axes})[0]}, axis_name over {axes}: say the same")
+    over = {axes_of(spec[1]) for spec in specs if len(spec) > 1 and spec[1] is not None}
+    if over - {axes}:
+        raise ValueError(f"in_specs split lengths over {sorted(over - {axes})[0]}, axis_name over {axes}: say the same")
     return Shards(mesh, given.in_specs, given.out_specs)
 
 
@@ -98,8 +98,8 @@ def _specs(call: Call, axes: Axes, mesh: Any, typed: dict[str, PartitionSpec]) -
         entries = [*spec, *[None] * (4 - len(spec))]
         batch, heads = axes_of(entries[0]), axes_of(entries[2])
     else:
-        found = likely_axes(RING_ATTENTION, call, mesh, axes)
-        batch, heads = found.get("B", ()), found.get("H", ())
+        likely = likely_axes(RING_ATTENTION, call, mesh, axes)
+        batch, heads = likely.get("B", ()), likely.get("H", ())
     query = PartitionSpec(batch or None, axes, heads or None)
     return {"query": query} if heads else dict.fromkeys(("query", "key", "value"), query)
 
@@ -117,16 +117,16 @@ def _explanation(call: Call, axes: Axes, split: Shards, platform: Any, cfg: Any)
                 f"dimension {letter} of size {size} does not divide over {over} of {divided[letter]} devices"
             )
     divided["Hkv"] = dims.Hkv // max(1, dims.Hkv // divided["H"])  # a device has what its query heads need
-    part = _sized(call, 1, divided)
-    return _explained(part, tuple(mesh.shape[axis] for axis in axes), axes, platform, cfg)
+    shard = _sized(call, 1, divided)
+    return _explained(shard, tuple(mesh.shape[axis] for axis in axes), axes, platform, cfg)
 
 
 def _sized(call: Call, times: int, divided: dict[str, int], letters: str = "") -> Call:
     """A call on shapes, with `letters` so many times as long, and others in parts; what broadcasts stays."""
-    whole = {"T": call["query"].shape[1], "S": call["key"].shape[1]}
+    lengths = {"T": call["query"].shape[1], "S": call["key"].shape[1]}
 
     def size(letter: str, n: int) -> int:
-        broadcasts = n == 1 != whole.get(letter)
+        broadcasts = n == 1 != lengths.get(letter)
         return n if broadcasts else n * (times if letter in letters else 1) // divided.get(letter, 1)
 
     shapes = {n: [*map(size, ARRAYS[n].axes, x.shape)] for n, x in call.arrays.items()}
@@ -134,48 +134,48 @@ def _sized(call: Call, times: int, divided: dict[str, int], letters: str = "") -
     return replace(call, arrays=arrays)
 
 
-def _heads_apart(call: Call, axis: Axes, devices: int) -> Call:
-    """All tokens of an axis, and a part of the heads."""
+def _heads_split(call: Call, axis: Axes, devices: int) -> Call:
+    """All tokens of an axis, and a share of the heads."""
     repeats = over_heads(call, axis, devices)
     return _sized(call, devices, {"H": devices, "Hkv": devices // repeats}, "TS")
 
 
 def _explained(call: Call, devices: tuple[int, ...], axes: Axes, platform: Any, cfg: Any) -> Any:
-    """Which way tokens travel, and what each device's calls run."""
+    """What travels, and what each device's calls run."""
     count, around = math.prod(devices), devices[0]
     if len(axes) > 1:
-        call = _heads_apart(call, axes[1:], devices[1])
+        call = _heads_split(call, axes[1:], devices[1])
     check_chunks(call, axes[:1], around)
     choice = choose(call, around) if call.spec.method == "auto" else None
     method = call.spec.method if choice is None else choice.method
-    way = f"{method}, as asked" if choice is None else str(choice)
+    method_reason = f"{method}, as asked" if choice is None else str(choice)
     halves = False
     if len(axes) == 1 and method == "all_to_all":
-        call = _heads_apart(call, axes, around)
+        call = _heads_split(call, axes, around)
     elif around > 1:
-        walks = method != "all_gather"
-        halves = walks and meets_in_halves(call)
-        call = _met(call, around, walks, halves)
+        passes = method != "all_gather"
+        halves = passes and meets_in_halves(call)
+        call = _met(call, around, passes, halves)
     hop = Call(call.spec.softmax, call.arrays, call.target)
-    found = choose_platform(HOP, hop, platform, cfg)[1]
+    explanation = choose_platform(HOP, hop, platform, cfg)[1]
     if halves:
-        half, rows = _sized(hop, 1, dict.fromkeys("TS", 2)), 2 * dimensions(hop).B
-        twice: dict[str, Any] = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in half.arrays.items()}
-        seen = Call(replace(half.spec, band=Band()), twice, half.target)
-        away = choose_platform(HOP, seen, platform, cfg)[1]
-        way += f"; {away.platform} for halves that see all of another device's"
-        way += f", config {away.config} (from {away.config_source})"
-    return replace(found, reason=f"{count} devices along {axes}: {way}; {found.reason}")
+        part, rows = _sized(hop, 1, dict.fromkeys("TS", 2)), 2 * dimensions(hop).B
+        twice: dict[str, Any] = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in part.arrays.items()}
+        seen = Call(replace(part.spec, band=Band()), twice, part.target)
+        half = choose_platform(HOP, seen, platform, cfg)[1]
+        method_reason += f"; {half.platform} for halves that see all of another device's"
+        method_reason += f", config {half.config} (from {half.config_source})"
+    return replace(explanation, reason=f"{count} devices along {axes}: {method_reason}; {explanation.reason}")
 
 
-def _met(call: Call, devices: int, walks: bool, halves: bool) -> Call:
-    """Of a device's part, the call where its queries meet keys that walk, or those of all."""
-    met = _sized(call, 1, {"C": devices}) if walks else _sized(call, devices, {}, "S")
+def _met(call: Call, devices: int, passes: bool, halves: bool) -> Call:
+    """Of a device's shard, the call where its queries meet keys that go round, or those of all."""
+    met = _sized(call, 1, {"C": devices}) if passes else _sized(call, devices, {}, "S")
     lengths = {"q_positions": met["query"].shape[1], "kv_positions": met["key"].shape[1]}
-    arrays: dict[str, Any] = {name: x for name, x in met.arrays.items() if not (walks and name == "sinks")}
+    arrays: dict[str, Any] = {name: x for name, x in met.arrays.items() if not (passes and name == "sinks")}
     if indices_decide(call.spec) and not halves and "q_positions" not in arrays:
         arrays |= {name: jax.ShapeDtypeStruct((1, n), "int32") for name, n in lengths.items()}
     met = replace(met, arrays=arrays)
     if call.spec.dropout and call.spec.layout == "zigzag":  # run by run
-        met = _sized(met, 1, dict.fromkeys("TSC" if walks else "T", 2))
+        met = _sized(met, 1, dict.fromkeys("TSC" if passes else "T", 2))
     return met

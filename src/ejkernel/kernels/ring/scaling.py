@@ -23,14 +23,14 @@ class Hop(NamedTuple):
 def problem(
     tokens: int, batch: int = 1, heads: int = 32, key_heads: int = 8, dim: int = 128, devices: int = 8
 ) -> Problem:
-    """One device's part of a causal call in bfloat16, balanced by zigzag."""
+    """One device's shard of a causal call in bfloat16, balanced by zigzag."""
     dims = Dimensions(batch, tokens, tokens, heads, key_heads, dim, dim)
     return Problem(dims, devices, 2, Band(None, 0), layout="zigzag")
 
 
-def hops(part: Problem, chip: Chip) -> tuple[Hop, Hop]:
+def hops(problem: Problem, chip: Chip) -> tuple[Hop, Hop]:
     """Of the forward and of the backward."""
-    compute, send = compute_seconds(part, chip), part.key_bytes / chip.link
+    compute, send = compute_seconds(problem, chip), problem.key_bytes / chip.link
     return Hop(compute, send), Hop(BACKWARD * compute, SENT_BACK * send)
 
 

@@ -1,4 +1,4 @@
-"""A device's part of a call whose tokens are split: which of three ways, and the two in which nothing walks."""
+"""A device's shard of a call whose tokens are split: which of three methods, and the two that are no ring pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +9,9 @@ from jax import lax
 
 from ejkernel.kernels.common.dropout import moved
 from ejkernel.kernels.ring.cost import choose
-from ejkernel.kernels.ring.layout import from_zigzag, hops_needed, part_of, to_zigzag
+from ejkernel.kernels.ring.layout import from_zigzag, hops_needed, shard_of, to_zigzag
+from ejkernel.kernels.ring.ring_pass import Hop, Ring, indices_decide, meets_in_halves, ring_pass
 from ejkernel.kernels.ring.spec import ARRAYS, OUTPUTS
-from ejkernel.kernels.ring.walk import Hop, Ring, indices_decide, meets_in_halves, walk
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import Band, Spec, dimensions
 from ejkernel.ops import Call, Dims
@@ -26,7 +26,7 @@ HOP = replace(FLASH_ATTENTION, name="ring_attention", configs_of=FLASH_ATTENTION
 
 
 def along_length(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
-    """A device's part of a call whose tokens are split over `axes`: one, or one for a ring and one for heads."""
+    """A device's shard of a call whose tokens are split over `axes`: one, or one for a ring and one for heads."""
     run = replace(run, operation=HOP)
     if len(axes) > 2:
         raise ValueError(
@@ -36,15 +36,15 @@ def along_length(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     if not call["query"].size or not call["key"].size:
         return run(Call(call.spec.softmax, call.arrays, call.target))
     with default_rules():
-        method = _settled(call, first)
+        method = _method(call, first)
         if heads:
-            return all_to_all(call, heads, lambda call: _around(call, first, run, _settled(call, first)))
+            return all_to_all(call, heads, lambda call: _around(call, first, run, _method(call, first)))
         if method == "all_to_all":
-            return all_to_all(call, first, lambda call: _whole(call, lax.axis_size(first), run))
+            return all_to_all(call, first, lambda call: _on_all_tokens(call, lax.axis_size(first), run))
         return _around(call, axes, run, method)
 
 
-def _settled(call: Call, axes: tuple[str, ...]) -> str:
+def _method(call: Call, axes: tuple[str, ...]) -> str:
     return choose(call, lax.axis_size(axes)).method if call.spec.method == "auto" else call.spec.method
 
 
@@ -59,7 +59,7 @@ def check_chunks(call: Call, axes: tuple[str, ...], devices: int) -> None:
 
 
 def _around(call: Call, axes: tuple[str, ...], run: LocalRun, method: str) -> Arrays:
-    """By a ring, or with all keys here."""
+    """By a ring, or with all keys on every device."""
     devices = lax.axis_size(axes)
     check_chunks(call, axes, devices)
     if devices == 1:
@@ -68,7 +68,7 @@ def _around(call: Call, axes: tuple[str, ...], run: LocalRun, method: str) -> Ar
 
 
 def by_ring(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
-    """Keys walk; see `walk`."""
+    """Keys go round; see `ring_pass`."""
     spec, arrays = call.spec, call.arrays
     devices, dims = lax.axis_size(axes), dimensions(call)
     hops = hops_needed(spec.layout, devices, dims.T * devices, dims.S * devices, spec.band, spec.chunk)
@@ -77,18 +77,18 @@ def by_ring(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     ring = Ring(spec, axes, devices, hops, meets_in_halves(call))
 
     def plan(softmax: Spec, home: bool) -> Plan:
-        met = Hop(ring, arrays, {name: x for name, x in arrays.items() if _moves(name)}, ring.here(), home=home)
-        return run.plan(Call(softmax, met.piece(0).arrays, call.target))
+        met = Hop(ring, arrays, {name: x for name, x in arrays.items() if _moves(name)}, ring.device(), home=home)
+        return run.plan(Call(softmax, met.meeting(0).arrays, call.target))
 
-    away = plan(replace(spec.softmax, band=Band()), False) if ring.halves else None
-    return walk(replace(ring, plan=plan(spec.softmax, True), away=away), arrays)
+    half_plan = plan(replace(spec.softmax, band=Band()), False) if ring.halves else None
+    return ring_pass(replace(ring, plan=plan(spec.softmax, True), half_plan=half_plan), arrays)
 
 
 def _moves(name: str) -> bool:
     return "S" in ARRAYS[name].axes
 
 
-# All keys here ----------------------------------------------------------------------------------------------
+# All keys on a device ---------------------------------------------------------------------------------------
 
 
 def with_all_keys(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
@@ -97,19 +97,19 @@ def with_all_keys(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     arrays = {n: lax.all_gather(x, axes, axis=1, tiled=True) if _moves(n) else x for n, x in call.arrays.items()}
     arrays = _ordered(arrays, "SC", spec.layout, devices)
     t, S = arrays["query"].shape[1], arrays["key"].shape[1]
-    mine = part_of(spec.layout, lax.axis_index(axes), devices, t)
+    mine = shard_of(spec.layout, lax.axis_index(axes), devices, t)
     if indices_decide(spec) and "q_positions" not in arrays:
         arrays["q_positions"] = (mine.index + (S - t * devices))[None]
         arrays["kv_positions"] = jnp.arange(S, dtype=jnp.int32)[None]
     runs = mine.runs() if spec.dropout else [(jnp.int32(0), 0, t)]
-    parts = []
+    outputs = []
     for start, q0, q1 in runs:
         some = {n: _rows(n, x, q0, q1) for n, x in arrays.items()}
         if spec.dropout:
             seeds = moved(arrays["dropout_seeds"], jnp.asarray(start, jnp.int32), jnp.uint32(0))
             some["dropout_seeds"] = seeds
-        parts.append(run(Call(spec.softmax, some, call.target)))
-    return {n: jnp.concatenate([part[n] for part in parts], Dims(OUTPUTS[n]).axes.index("T")) for n in OUTPUTS}
+        outputs.append(run(Call(spec.softmax, some, call.target)))
+    return {n: jnp.concatenate([one[n] for one in outputs], Dims(OUTPUTS[n]).axes.index("T")) for n in OUTPUTS}
 
 
 def _rows(name: str, x: jax.Array, q0: int, q1: int) -> jax.Array:
@@ -133,7 +133,7 @@ def _ordered(arrays: Arrays, letters: str, layout: str, devices: int) -> Arrays:
     return {name: one(name, x) for name, x in arrays.items()}
 
 
-# Heads change places ----------------------------------------------------------------------------------------
+# Heads for tokens --------------------------------------------------------------------------------------------
 
 
 def over_heads(call: Call, axis: tuple[str, ...], count: int) -> int:
@@ -148,8 +148,8 @@ def over_heads(call: Call, axis: tuple[str, ...], count: int) -> int:
 
 
 def all_to_all(call: Call, axis: tuple[str, ...], inner: Inner) -> Arrays:
-    """`inner` on the tokens of all devices of an axis and a part of the heads."""
-    count, here = lax.axis_size(axis), lax.axis_index(axis)
+    """`inner` on the tokens of all devices of an axis and a share of the heads."""
+    count, device = lax.axis_size(axis), lax.axis_index(axis)
     repeats = over_heads(call, axis, count)
 
     def swapped(x: jax.Array, heads: int, length: int) -> jax.Array:
@@ -169,15 +169,15 @@ def all_to_all(call: Call, axis: tuple[str, ...], inner: Inner) -> Arrays:
         if length is not None:
             return lax.all_gather(x, axis, axis=length, tiled=True)
         if head is not None:
-            return lax.dynamic_slice_in_dim(x, here * (x.shape[head] // count), x.shape[head] // count, head)
+            return lax.dynamic_slice_in_dim(x, device * (x.shape[head] // count), x.shape[head] // count, head)
         return x
 
     outputs = inner(replace(call, arrays={name: one(name, x) for name, x in call.arrays.items()}))
     return {"out": swapped(outputs["out"], 1, 2), "lse": swapped(outputs["lse"], 2, 1)}
 
 
-def _whole(call: Call, devices: int, run: LocalRun) -> Arrays:
-    """All tokens are here: softmax attention as on one device."""
+def _on_all_tokens(call: Call, devices: int, run: LocalRun) -> Arrays:
+    """All tokens are on the device: softmax attention as on one device."""
     spec = call.spec
     arrays = _ordered(call.arrays, "TSC", spec.layout, devices)
     outputs = run(Call(spec.softmax, arrays, call.target))

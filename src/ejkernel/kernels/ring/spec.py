@@ -48,7 +48,7 @@ def canonicalise(
     method: str = "auto",
     **options: Any,
 ) -> Call:
-    """Check a call; where arrays are one device's part already, `devices` is how many parts there are."""
+    """Check a call; where arrays are one device's shard already, `devices` is how many there are."""
     for name, given, known in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
         if not isinstance(given, str) or given not in known:
             raise ValueError(f"{name}={given!r} is unknown; use one of {', '.join(map(repr, known))}")

@@ -65,7 +65,7 @@ def vmem_bytes(call: Call, config: Config) -> dict[str, int]:
     dims = dimensions(call)
     e = 2 if call["query"].dtype == jnp.bfloat16 else 4
     D, Dv = _up(dims.D, 4 * SUBLANES // e), _up(dims.Dv, 4 * SUBLANES // e)
-    found = {}
+    needs = {}
     for name in ("forward", "dq", "dkv", *(["dbias"] if "bias" in call else [])):
         block_q, block_k = config.forward if name == "forward" else config.backward
         q, k = whole_block(block_q, dims.T), whole_block(block_k, dims.S)
@@ -74,8 +74,8 @@ def vmem_bytes(call: Call, config: Config) -> dict[str, int]:
         blocks += {"forward": row * (1 + 2 * call.spec.with_argmax), "dq": e * q * D + 2 * row}.get(name, 2 * row)
         blocks += {"dkv": e * k * (D + Dv), "dbias": 4 * q * k}.get(name, 0)
         live = 3 + 2 * (e == 4) + 2 * bool(call.spec.dropout) + ("bias" in call or "mask" in call)
-        found[name] = 2 * blocks + _scratch_bytes(name, call, q, k) + live * 4 * q * k
-    return found
+        needs[name] = 2 * blocks + _scratch_bytes(name, call, q, k) + live * 4 * q * k
+    return needs
 
 
 def _scratch_bytes(name: str, call: Call, q: int, k: int) -> int:
@@ -108,13 +108,13 @@ def _scalar_bytes(call: Call, config: Config) -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def _schedule_bytes(spec: Spec, shapes: tuple[Any, ...], config: Config) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     def measure(arrays: Any) -> None:
-        found.update({name: tiles.steps.scalar_bytes for name, tiles in kernels(Call(spec, arrays), config)})
+        sizes.update({name: tiles.schedule.scalar_bytes for name, tiles in kernels(Call(spec, arrays), config)})
 
     jax.eval_shape(measure, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes})
-    return found
+    return sizes
 
 
 def kernels(call: Call, config: Config) -> Iterator[tuple[str, Tiles]]:
@@ -185,8 +185,8 @@ def _useful_block(call: Call) -> int:
 
 def search_space(call: Call) -> list[Config]:
     sizes = (128, 256, 512, 1024, 2048)
-    found = [Config(q, k) for q in sizes for k in sizes]
-    return [config for config in found if not unsupported_config(call, config)]
+    configs = [Config(q, k) for q in sizes for k in sizes]
+    return [config for config in configs if not unsupported_config(call, config)]
 
 
 def run_forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:

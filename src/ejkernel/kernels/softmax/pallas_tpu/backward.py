@@ -16,14 +16,14 @@ from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import uncapped_gradient
 from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, divided, statuses
 from ejkernel.kernels.softmax.pallas_tpu.tiles import (
-    At,
+    GridStep,
     Operand,
     Refs,
     Scratch,
     Tiles,
     length_last,
     length_second,
-    scrubbed,
+    nonfinite_zeroed,
     whole_block,
 )
 from ejkernel.kernels.softmax.spec import dimensions
@@ -59,13 +59,13 @@ class _Inputs(NamedTuple):
     def read(cls, arrays: Refs) -> "_Inputs":
         return cls(*(arrays[name][...] for name in cls._fields))
 
-    def scrubbed(self, masked: bool) -> "_Inputs":
+    def nonfinite_zeroed(self, masked: bool) -> "_Inputs":
         """For products that sum over rows: where some are hidden, without what could leak as 0 * nan."""
-        return _Inputs(*map(scrubbed, self)) if masked else self
+        return _Inputs(*map(nonfinite_zeroed, self)) if masked else self
 
 
 def _tile(
-    tiles: Tiles, scalars: Any, arrays: Refs, inputs: _Inputs, at: At, masked: bool
+    tiles: Tiles, scalars: Any, arrays: Refs, inputs: _Inputs, at: GridStep, masked: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Weights after dropout and the gradient of the logits, both (block_k, block_q)."""
     dropout, cap = tiles.spec.dropout, tiles.spec.soft_cap
@@ -73,7 +73,7 @@ def _tile(
     p = tiles.weights(x, arrays["lse"][...])
     dp = tiles.dot(inputs.value, inputs.dout, (0, 0))
     if masked:
-        p = jnp.where(dp - dp == 0.0, p, jnp.nan)  # a bad row of dout shows in dv too, which multiplies it scrubbed
+        p = jnp.where(dp - dp == 0.0, p, jnp.nan)  # a bad row of dout shows in dv, which multiplies zeros
     kept = p
     if dropout:
         stays = tiles.stays(scalars, at)
@@ -98,7 +98,7 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     scratch = dquery_scratch(call, tiles.block_q)
 
     def softmax_dq(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.here(scalars)
+        at = tiles.current_step(scalars)
 
         @pl.when(at.has(FIRST))
         def _start() -> None:
@@ -107,7 +107,7 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
         def step(masked: bool) -> None:
             inputs = _Inputs.read(arrays)
             _, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
-            key = inputs.scrubbed(masked).key
+            key = inputs.nonfinite_zeroed(masked).key
             kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
 
         tiles.visit(at, step)
@@ -135,7 +135,7 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
     scratch = dkey_dvalue_scratch(call, tiles.block_k)
 
     def softmax_dkv(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.here(scalars)
+        at = tiles.current_step(scalars)
 
         @pl.when(at.has(FIRST))
         def _start() -> None:
@@ -145,7 +145,7 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
         def step(masked: bool) -> None:
             inputs = _Inputs.read(arrays)
             p, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
-            query, _, _, dout = inputs.scrubbed(masked)
+            query, _, _, dout = inputs.nonfinite_zeroed(masked)
             kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
             kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
 
@@ -160,8 +160,8 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
     return length_second(done["dk"]), length_second(done["dv"])
 
 
-class _BiasAt(At):
-    """A place in the grid of a bias: an axis is an outer one of the bias, or an inner one that it broadcasts along."""
+class _BiasStep(GridStep):
+    """A step of the grid of a bias: an axis is an outer one of the bias, or an inner one that it broadcasts along."""
 
     def _axis(self, n: int) -> Any:
         return self.index[n] if self.tiles.call["bias"].shape[n] > 1 else self.index[n + 4]
@@ -190,7 +190,7 @@ class _BiasAt(At):
     def flags(self) -> Any:
         inner = sum(self.index[4:])
         last = sum(n - 1 for n in self.tiles.grid[4:])
-        of_tile = self.tiles.steps.at(self.scalars, self.b, self.h, self.i, self.j)
+        of_tile = self.tiles.schedule.flags(self.scalars, self.b, self.h, self.i, self.j)
         return of_tile + jnp.where(inner == 0, FIRST, 0) + jnp.where(inner == last, LAST, 0)
 
 
@@ -205,7 +205,7 @@ class BiasTiles(Tiles):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        full = (self.dims.B, self.dims.H, self.steps.nq, self.steps.nk)
+        full = (self.dims.B, self.dims.H, self.schedule.nq, self.schedule.nk)
         kept_sizes = [n if size > 1 else 1 for n, size in zip(full, self.call["bias"].shape, strict=True)]
         return (*kept_sizes, *(n // m for n, m in zip(full, kept_sizes, strict=True)))
 
@@ -213,8 +213,8 @@ class BiasTiles(Tiles):
     def visits(self) -> int:
         return math.prod(self.grid)
 
-    def at(self, index: tuple[Any, ...], scalars: Any) -> At:
-        return _BiasAt(self, index, scalars)
+    def step(self, index: tuple[Any, ...], scalars: Any) -> GridStep:
+        return _BiasStep(self, index, scalars)
 
 
 def dbias_scratch(call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
@@ -232,7 +232,7 @@ def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), block)}
 
     def softmax_dbias(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.here(scalars)
+        at = tiles.current_step(scalars)
 
         @pl.when(at.has(FIRST))
         def _start() -> None:

@@ -30,8 +30,8 @@ def remainder(x: Any, n: int) -> Any:
     return 0 if n == 1 else lax.rem(x, jnp.int32(n))
 
 
-class Steps(NamedTuple):
-    """The steps of every (batch, head) whose schedule differs.
+class GridSchedule(NamedTuple):
+    """The grid steps of every (batch, head) whose schedule differs.
 
     `rows` and `columns` are int32 (batches * heads * length), made for scalar memory; `columns` holds its flags too.
     """
@@ -40,10 +40,10 @@ class Steps(NamedTuple):
     columns: Any
     batches: int
     heads: int
-    length: int  # room for steps of one (batch, head)
+    length: int  # the most steps of one (batch, head)
     number: Any  # steps of the grid: an int, or an array when it depends on values
     group: int  # query heads that share a row's key block
-    repeats: int  # how often the grid does each step, once for each head: `group`, or 1 where heads have own rows
+    repeats: int  # how often the grid does each step: once for each head of `group`, or 1 where each head has rows
     masked: bool  # whether a step may need the element mask, and whether one may do without
     unmasked: bool
 
@@ -55,20 +55,20 @@ class Steps(NamedTuple):
     def scalar_bytes(self) -> int:
         return 4 * (self.rows.size + self.columns.size)
 
-    def _place(self, b: Any, h: Any, step: Any) -> Any:
+    def _slot(self, b: Any, h: Any, step: Any) -> Any:
         first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
         return first * self.length + divided(step, self.repeats)
 
     def row(self, scalars: Any, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
         """The row of a step of the grid, from the refs of `rows` and `columns`, and which head of the group it is."""
-        row = scalars[0][self._place(b, h, step)]
+        row = scalars[0][self._slot(b, h, step)]
         if self.repeats > 1:
             return row, remainder(step, self.repeats)
         return divided(row, self.group), remainder(row, self.group)
 
     def column(self, scalars: Any, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
         """The column of a step of the grid, and its flags."""
-        word = scalars[1][self._place(b, h, step)]
+        word = scalars[1][self._slot(b, h, step)]
         column = word >> _FLAG_BITS
         if self.repeats > 1:
             head = remainder(step, self.repeats)
@@ -76,7 +76,7 @@ class Steps(NamedTuple):
         return column, word
 
 
-def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) -> Steps:
+def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) -> GridSchedule:
     """The steps of a call; with `group`, every tile is done for as many query heads that share a key block."""
     schedule = plan(call, block_q, block_k, side)
     repeats = group if schedule[0].shape[1] == 1 else 1
@@ -92,7 +92,7 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
     xp = np if numpy else jnp
     counts = xp.maximum(total, 1)
     ends = xp.cumsum(counts, axis=-1)
-    length = int(ends.max()) if numpy else _room(call, block_q, block_k, side, rows_each, R * blocks)
+    length = int(ends.max()) if numpy else _most_steps(call, block_q, block_k, side, rows_each, R * blocks)
     step = xp.arange(length, dtype=np.int32)
     row = _rows(ends, length, xp)
 
@@ -110,7 +110,7 @@ def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) 
     )
     word = (column << _FLAG_BITS) + xp.where(real, flags, 0)
     number = repeats * (length if numpy else ends[..., -1].max().astype(jnp.int32))
-    return Steps(
+    return GridSchedule(
         jnp.asarray(row.reshape(-1), jnp.int32),
         jnp.asarray(word.reshape(-1), jnp.int32),
         batches,
@@ -157,7 +157,7 @@ def _columns(table: Any, index: Any, row: Any, n: Any, xp: Any) -> Any:
     return xp.where(n < full, full_lo + n, after)
 
 
-def _room(call: Call, block_q: int, block_k: int, side: Side, rows_each: int, most: int) -> int:
+def _most_steps(call: Call, block_q: int, block_k: int, side: Side, rows_each: int, most: int) -> int:
     """The most steps of a schedule that is known on the device only: those of its static part, or all tiles."""
     if "q_positions" in call:
         return most
@@ -184,7 +184,7 @@ class Statuses(NamedTuple):
     def scalar_bytes(self) -> int:
         return 4 * self.table.size
 
-    def at(self, scalars: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    def flags(self, scalars: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
         return scalars[0][(first * self.nq + i) * self.nk + j]
 
@@ -195,8 +195,8 @@ def statuses(call: Call, block_q: int, block_k: int) -> Statuses:
     schedule = plan(call, block_q, block_k, "q")
     j = jnp.arange(-(-S // block_k))
     if isinstance(schedule, Lists):
-        place = jnp.argsort(schedule.index, axis=-1)  # of each block in its row's list
-        full, some = (place < schedule.number[..., c : c + 1] for c in (0, 1))
+        slot = jnp.argsort(schedule.index, axis=-1)  # of each block in its row's list
+        full, some = (slot < schedule.number[..., c : c + 1] for c in (0, 1))
     else:
         lo, full_lo, full_hi, hi = (jnp.asarray(schedule.bounds)[..., c : c + 1] for c in range(4))
         full, some = (full_lo <= j) & (j < full_hi), (lo <= j) & (j < hi)

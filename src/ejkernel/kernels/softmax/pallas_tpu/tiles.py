@@ -47,8 +47,8 @@ def whole_block(block: int, length: int) -> int:
     return min(block, -(-length // LANES) * LANES)
 
 
-class At:
-    """Where a step of the grid works. Scalar memory is read when asked: an index map needs little of it."""
+class GridStep:
+    """The tile of one step of the grid. Scalar memory is read when asked: an index map needs little of it."""
 
     def __init__(self, tiles: "Tiles", index: tuple[Any, ...], scalars: Any):
         self.tiles, self.index, self.scalars = tiles, index, scalars
@@ -59,11 +59,11 @@ class At:
 
     @cached_property
     def _row(self) -> tuple[Any, Any]:
-        return self.tiles.steps.row(self.scalars, *self.index)
+        return self.tiles.schedule.row(self.scalars, *self.index)
 
     @cached_property
     def _column(self) -> tuple[Any, Any]:
-        return self.tiles.steps.column(self.scalars, *self.index)
+        return self.tiles.schedule.column(self.scalars, *self.index)
 
     @property
     def _owns_queries(self) -> bool:
@@ -106,14 +106,14 @@ class Tiles:
     block_q: int
     block_k: int
     side: Side
-    steps: Any
+    schedule: Any
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_k: int, side: Side) -> "Tiles":
         dims = dimensions(call)
         block_q, block_k = whole_block(block_q, dims.T), whole_block(block_k, dims.S)
-        steps = flatten(call, block_q, block_k, side, dims.G if side == "k" else 1)
-        return cls(call, dims, block_q, block_k, side, steps)
+        schedule = flatten(call, block_q, block_k, side, dims.G if side == "k" else 1)
+        return cls(call, dims, block_q, block_k, side, schedule)
 
     @property
     def spec(self) -> Spec:
@@ -123,41 +123,43 @@ class Tiles:
 
     @property
     def grid(self) -> tuple[Any, ...]:
-        return self.dims.B, self.dims.H if self.side == "q" else self.dims.Hkv, self.steps.number
+        return self.dims.B, self.dims.H if self.side == "q" else self.dims.Hkv, self.schedule.number
 
     @property
     def visits(self) -> int:
         """Tiles that the kernel visits; the most there can be, where values decide."""
-        return self.grid[0] * self.grid[1] * self.steps.length * self.steps.repeats
+        return self.grid[0] * self.grid[1] * self.schedule.length * self.schedule.repeats
 
     def scalars(self) -> list[jax.Array]:
-        """What lies in scalar memory: the steps, then sinks and dropout seeds where there are any."""
-        found = self.steps.scalars
+        """What lies in scalar memory: the schedule, then sinks and dropout seeds where there are any."""
+        scalars = self.schedule.scalars
         if "sinks" in self.call:
-            found.append(self.call["sinks"].reshape(-1))
+            scalars.append(self.call["sinks"].reshape(-1))
         if "dropout_seeds" in self.call:
-            found.append(lax.bitcast_convert_type(self.call["dropout_seeds"].reshape(-1), jnp.int32))
-        return found
+            scalars.append(lax.bitcast_convert_type(self.call["dropout_seeds"].reshape(-1), jnp.int32))
+        return scalars
 
-    def at(self, index: tuple[Any, ...], scalars: Any) -> At:
-        return At(self, index, scalars)
+    def step(self, index: tuple[Any, ...], scalars: Any) -> GridStep:
+        return GridStep(self, index, scalars)
 
-    def here(self, scalars: Any) -> At:
-        at = self.at(tuple(pl.program_id(axis) for axis in range(len(self.grid))), scalars)
-        _ = at.h, at.i, at.j, at.flags  # read here, before any branch: what a branch reads is its own
+    def current_step(self, scalars: Any) -> GridStep:
+        at = self.step(tuple(pl.program_id(axis) for axis in range(len(self.grid))), scalars)
+        _ = at.h, at.i, at.j, at.flags  # read before any branch: what is read in a branch is known in it alone
         return at
 
-    def sink(self, scalars: Any, at: At) -> Any:
-        return scalars[len(self.steps.scalars)][(at.b * self.dims.H if self.call["sinks"].shape[0] > 1 else 0) + at.h]
+    def sink(self, scalars: Any, at: GridStep) -> Any:
+        return scalars[len(self.schedule.scalars)][
+            (at.b * self.dims.H if self.call["sinks"].shape[0] > 1 else 0) + at.h
+        ]
 
-    def seed(self, scalars: Any, at: At) -> Any:
+    def seed(self, scalars: Any, at: GridStep) -> Any:
         return scalars[-1][at.b * self.dims.H + at.h].astype(jnp.uint32)
 
     # Blocks of arrays ----------------------------------------------------------------------------------------
 
     def _block(self, shape: tuple[int | None, ...], where: Any) -> pl.BlockSpec:
         def index(*given: Any) -> tuple[Any, ...]:
-            return where(self.at(given[: len(self.grid)], given[len(self.grid) :]))
+            return where(self.step(given[: len(self.grid)], given[len(self.grid) :]))
 
         return pl.BlockSpec(shape, index)
 
@@ -197,34 +199,34 @@ class Tiles:
     def operands(self) -> dict[str, Operand]:
         """The arrays that every kernel reads: queries, keys, values, bias and masks."""
         call, dims = self.call, self.dims
-        found: dict[str, Operand] = {
+        operands: dict[str, Operand] = {
             "query": (length_last(call["query"]), self.of_queries(dims.D)),
             "key": (length_last(call["key"]), self.of_keys(dims.D)),
             "value": (length_last(call["value"]), self.of_keys(dims.Dv)),
         }
         if "bias" in call:
-            found["bias"] = (call["bias"], self.of_matrix(call["bias"].shape))
-        if not self.steps.masked:
-            return found
+            operands["bias"] = (call["bias"], self.of_matrix(call["bias"].shape))
+        if not self.schedule.masked:
+            return operands
         for name in ("q_segments", "kv_segments", "q_positions", "kv_positions"):
             if name in call:
-                found[name] = self._ids(name)
+                operands[name] = self._ids(name)
         if "mask" in call:
-            found["mask"] = (call["mask"].astype(jnp.int8), self.of_matrix(call["mask"].shape))
+            operands["mask"] = (call["mask"].astype(jnp.int8), self.of_matrix(call["mask"].shape))
         if "pattern" in call:
-            found["pattern"] = self._cells()
-        return found
+            operands["pattern"] = self._cells()
+        return operands
 
     # Inside a kernel -----------------------------------------------------------------------------------------
 
-    def visit(self, at: At, step: Any) -> None:
-        """step(masked) where this grid step visits a tile, once with the element mask or once without."""
-        if self.steps.unmasked:
+    def visit(self, at: GridStep, step: Any) -> None:
+        """step(masked) where this grid step visits a tile, with the element mask or without."""
+        if self.schedule.unmasked:
             pl.when(at.has(VISIT) & ~at.has(MASKED))(lambda: step(False))
-        if self.steps.masked:
+        if self.schedule.masked:
             pl.when(at.has(VISIT) & at.has(MASKED))(lambda: step(True))
 
-    def indices(self, at: At) -> tuple[jax.Array, jax.Array]:
+    def indices(self, at: GridStep) -> tuple[jax.Array, jax.Array]:
         """Query (1, block_q) and key (block_k, 1) indices."""
         queries = at.i * self.block_q + lax.broadcasted_iota(jnp.int32, (1, self.block_q), 1)
         return queries, at.j * self.block_k + lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
@@ -263,7 +265,7 @@ class Tiles:
         """exp(x - base), in units of `unit`; subtracted first, for a product that is fused is not rounded."""
         return jnp.exp2((x - base) * (self.unit * LOG2_E))
 
-    def seen(self, refs: Refs, at: At) -> jax.Array:
+    def seen(self, refs: Refs, at: GridStep) -> jax.Array:
         """Which pairs of a tile are visible, (block_k, block_q)."""
         spec, dims = self.spec, self.dims
         at_q, at_k = self.indices(at)
@@ -283,7 +285,7 @@ class Tiles:
             rules.append(self._pattern(refs["pattern"][...], at_q, at_k, at))
         return visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules, divide=_floordivided)
 
-    def _pattern(self, cells: jax.Array, queries: jax.Array, keys: jax.Array, at: At) -> jax.Array:
+    def _pattern(self, cells: jax.Array, queries: jax.Array, keys: jax.Array, at: GridStep) -> jax.Array:
         """The cells (rows, columns) of a tile spread over its pairs, by two products with zeros and ones."""
         height, width = self.spec.pattern_block or (1, 1)
         rows, columns = cells.shape
@@ -295,14 +297,14 @@ class Tiles:
         by_query = matmul(cells, of_query.astype(jnp.float32), (0, 0))  # (columns, block_q)
         return matmul(of_key.astype(jnp.float32), by_query, (1, 0)) > 0.5
 
-    def stays(self, scalars: Any, at: At) -> jax.Array:
+    def stays(self, scalars: Any, at: GridStep) -> jax.Array:
         """Which pairs survive dropout, (block_k, block_q)."""
         return bits.keep(self.seed(scalars, at), *self.indices(at), self.spec.dropout)
 
     def launch(
         self, kernel: Any, arrays: dict[str, Operand], outputs: Any, scratch: dict[str, Scratch], width: int
     ) -> Any:
-        """Run a kernel over the steps; `width` is what the head dimensions of a tile's matmuls add up to."""
+        """Run a kernel over the grid; `width` is what the head dimensions of a tile's matmuls add up to."""
         return launch(
             kernel,
             target=self.call.target,
@@ -354,7 +356,7 @@ def finite_entries(x: jax.Array) -> jax.Array:
     return wide - wide == 0.0
 
 
-def scrubbed(x: jax.Array) -> jax.Array:
+def nonfinite_zeroed(x: jax.Array) -> jax.Array:
     """x with zeros for what is not finite: 0 * nan is nan, so in a product over rows a hidden one could leak."""
     return jnp.where(finite_entries(x), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
