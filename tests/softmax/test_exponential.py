@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.tiles import MASKED, exp_on_cpu
+from ejkernel.kernels.common.online_softmax import MASKED
+from ejkernel.kernels.common.tiles import exp_on_cpu
 
 
 def test_is_the_exponential():

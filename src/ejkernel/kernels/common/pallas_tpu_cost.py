@@ -37,9 +37,9 @@ def costs(implementation: Implementation, call: Call, config: Any) -> list[Cost]
         return outputs, backward(given, residuals, outputs, config)
 
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.arrays.items()}
-    found = list(_kernels(jax.make_jaxpr(both)(structs).jaxpr))
+    kernels = list(_kernels(jax.make_jaxpr(both)(structs).jaxpr))
     dim = call["query"].shape[3]
-    return [Cost(name, estimate.flops, estimate.bytes_accessed, dim) for name, estimate in found]
+    return [Cost(name, estimate.flops, estimate.bytes_accessed, dim) for name, estimate in kernels]
 
 
 def _kernels(jaxpr: Any) -> Iterator[tuple[str, Any]]:

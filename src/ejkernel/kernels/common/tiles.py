@@ -1,23 +1,11 @@
 """One tile of softmax attention in jax.numpy: what XLA and Pallas kernels share."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# a hidden logit, below every finite one whatever a bias is; a row of nothing else is taken against 0: `online_step`
-MASKED = -float("inf")
-
-
-class Online(NamedTuple):
-    """The running softmax of a block of query rows."""
-
-    top: jax.Array  # (T,) largest logit so far
-    total: jax.Array  # (T,) sum of exponentials against it
-    out: jax.Array  # (T, Dv) weighted values against it
 
 
 def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any = None) -> jax.Array:
@@ -82,21 +70,3 @@ def exp_on_cpu(x: jax.Array) -> jax.Array:
         series = series * remainder + coefficient
     exponent = jax.lax.bitcast_convert_type(n + _ROUNDED, jnp.int32) << 23
     return series * jax.lax.bitcast_convert_type(exponent, jnp.float32)
-
-
-def online_step(
-    state: Online, logits: jax.Array, exp: Callable[[jax.Array], jax.Array] = jnp.exp
-) -> tuple[Online, jax.Array]:
-    """Absorb a tile of logits (T, S), hidden ones being MASKED: the rescaled state and the tile's weights."""
-    top = jnp.maximum(state.top, logits.max(-1))
-    base = jnp.where(top == MASKED, 0.0, top)  # a row that has seen nothing yet: -inf - 0, not -inf - -inf
-    weights = exp(logits - base[:, None])
-    shrink = jnp.exp(state.top - base)
-    return Online(top, state.total * shrink + weights.sum(-1), state.out * shrink[:, None]), weights
-
-
-def online_finish(state: Online) -> tuple[jax.Array, jax.Array]:
-    """Normalised rows and their lse; a row that saw nothing is zero with lse -inf."""
-    some = state.total != 0.0  # a nan total is not nothing: it must show
-    total = jnp.where(some, state.total, 1.0)
-    return state.out / total[:, None], jnp.where(some, state.top + jnp.log(total), -jnp.inf)

@@ -10,9 +10,8 @@ import numpy as np
 
 from ejkernel.checks.arrays import integers
 from ejkernel.checks.values import check
-from ejkernel.kernels.common.tiles import online_finish
+from ejkernel.kernels.common.online_softmax import merge, online_finish, state_of
 from ejkernel.kernels.paged.calls import page_call, prefill_call
-from ejkernel.kernels.paged.merge import finished_part, merge
 from ejkernel.kernels.paged.spec import finish
 from ejkernel.ops import Call
 
@@ -97,7 +96,7 @@ def _merged(
     some = jnp.repeat(context_lens > 0, tokens, axis=1)[:, None]  # (1, 1, T)
     prefix_lse = jnp.where(some, prefix["lse"], -jnp.inf)
     answers = ((prefix["out"], prefix_lse), (suffix["out"], suffix["lse"]))
-    parts = [finished_part(jnp.moveaxis(out, 2, 1), lse) for out, lse in answers]
+    parts = [state_of(jnp.moveaxis(out, 2, 1), lse) for out, lse in answers]
     merged = merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
-    out, lse = jax.vmap(jax.vmap(online_finish))(merged)  # (1, H, T, Dv), (1, H, T)
+    out, lse = online_finish(merged)  # (1, H, T, Dv), (1, H, T)
     return jnp.moveaxis(out, 1, 2), lse

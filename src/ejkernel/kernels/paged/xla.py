@@ -13,17 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.common.tiles import (
+from ejkernel.kernels.common.online_softmax import (
     MASKED,
-    Online,
+    OnlineSoftmax,
+    merge,
+    nothing_seen,
+    online_finish,
+    online_step,
+    with_sinks,
+)
+from ejkernel.kernels.common.tiles import (
     capped,
     finite,
     matmul,
     nan_rows,
-    online_finish,
-    online_step,
 )
-from ejkernel.kernels.paged.merge import merge, with_sinks
 from ejkernel.kernels.paged.spec import (
     Dimensions,
     Spec,
@@ -113,11 +117,10 @@ def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax
     state = merge(jax.tree.map(lambda x: x.reshape(splits, count, *x.shape[1:]), state))
     if "sinks" in arrays:
         state = with_sinks(state, jnp.tile(arrays["sinks"].reshape(dims.Hkv, dims.G), (1, block_q)))
-    finish = jax.vmap(jax.vmap(online_finish))
-    out, lse = finish(state)  # (tiles, Hkv, block_q * G, ...)
+    out, lse = online_finish(state)  # (tiles, Hkv, block_q * G, ...)
     if "v_scale" in arrays:
         out = out * arrays["v_scale"][:, None, None]
-    top = jnp.where(state.total == 0.0, -jnp.inf, state.top)
+    top = jnp.where(state.running_sum == 0.0, -jnp.inf, state.running_max)
 
     def tokens(x: jax.Array, fill: float) -> jax.Array:
         """(tiles, Hkv, block_q * G, ...) to (T, H, ...), `fill` for tokens of no sequence."""
@@ -180,7 +183,7 @@ def _tiles(
 
 def _loop_over_keys(
     spec: Spec, dims: Dimensions, arrays: dict[str, jax.Array], tiles: _Tiles, block_q: int, block_k: int, sub_page: int
-) -> Online:
+) -> OnlineSoftmax:
     """The running softmax of every tile, (tiles, Hkv, block_q * G), after all its keys."""
     Hkv, G, D, Dv = dims.Hkv, dims.G, dims.D, dims.Dv
     count = tiles.token.shape[0]
@@ -191,13 +194,13 @@ def _loop_over_keys(
     table = page_ids(dims, arrays)
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
-    def one_head(state: Online, query: jax.Array, key: jax.Array, value: jax.Array, scale: Any, seen: jax.Array):
+    def one_head(state: OnlineSoftmax, query: jax.Array, key: jax.Array, value: jax.Array, scale: Any, seen: jax.Array):
         logits = capped(matmul(query, key, (1, 1), precision) * scale, spec.soft_cap)
         logits = jnp.where(seen, nan_rows(logits.T, value).T, MASKED)
         state, weights = online_step(state, logits)
         return state._replace(out=state.out + matmul(weights.astype(value.dtype), finite(value), (1, 0), precision))
 
-    def one_tile(step: jax.Array, tile: _Tiles, state: Online, query: jax.Array) -> Online:
+    def one_tile(step: jax.Array, tile: _Tiles, state: OnlineSoftmax, query: jax.Array) -> OnlineSoftmax:
         first = tile.key + step * block_k
         first_keys = first + jnp.arange(0, block_k, sub_page)
         slot = jnp.minimum(first_keys // dims.L, dims.W - 1)
@@ -213,15 +216,11 @@ def _loop_over_keys(
             seen &= index >= position - spec.window
         return jax.vmap(one_head, in_axes=(0, 0, 0, 0, 0, None))(state, query, key, value, scale, seen)
 
-    def body(loop: tuple[jax.Array, Online]) -> tuple[jax.Array, Online]:
+    def body(loop: tuple[jax.Array, OnlineSoftmax]) -> tuple[jax.Array, OnlineSoftmax]:
         step, state = loop
         return step + 1, jax.vmap(partial(one_tile, step))(tiles, state, query)
 
-    start = Online(
-        top=jnp.full((count, Hkv, block_q * G), MASKED),
-        total=jnp.zeros((count, Hkv, block_q * G)),
-        out=jnp.zeros((count, Hkv, block_q * G, Dv)),
-    )
+    start = nothing_seen((count, Hkv, block_q * G), Dv)
     last = tiles.steps.max()
     loop = varying_like((jnp.int32(0), start), (arrays, last))
     return lax.while_loop(lambda loop: loop[0] < last, body, loop)[1]

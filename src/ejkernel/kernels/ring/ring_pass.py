@@ -16,8 +16,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel.kernels.common.dropout import moved
-from ejkernel.kernels.common.tiles import MASKED, Online
-from ejkernel.kernels.paged.merge import finished_part, merge, with_sinks
+from ejkernel.kernels.common.online_softmax import (
+    OnlineSoftmax,
+    merge,
+    nothing_seen,
+    online_finish,
+    state_of,
+    with_sinks,
+)
 from ejkernel.kernels.ring.layout import Hops, Shard, shard_of
 from ejkernel.kernels.ring.spec import Spec
 from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
@@ -215,15 +221,15 @@ def _directions(ring: Ring) -> Iterator[Direction]:
 # Forward ----------------------------------------------------------------------------------------------------
 
 
-def _absorb(state: Online, hop: Hop) -> Online:
+def _absorb(state: OnlineSoftmax, hop: Hop) -> OnlineSoftmax:
     """The online softmax (B, t, H) after the keys of this hop."""
 
-    def step(state: Online, met: Meeting) -> Online:
+    def step(state: OnlineSoftmax, met: Meeting) -> OnlineSoftmax:
         outputs, _ = forward(hop.plan, met.arrays)  # where nothing is visible, its schedule visits nothing
         for offsets, out in met.by_offsets({name: outputs[name] for name in ("out", "lse")}):
-            part = finished_part(out["out"], out["lse"].swapaxes(1, 2))
+            added = state_of(out["out"], out["lse"].swapaxes(1, 2))
             rows = jax.tree.map(lambda x, offsets=offsets: met.rows_at(x, offsets), state)
-            both = merge(jax.tree.map(lambda *x: jnp.stack(x), rows, part))
+            both = merge(jax.tree.map(lambda *x: jnp.stack(x), rows, added))
             state = jax.tree.map(
                 lambda x, y, first=offsets.query: lax.dynamic_update_slice_in_dim(x, y, first, 1), state, both
             )
@@ -238,10 +244,12 @@ def _add(x: jax.Array, more: jax.Array, *at: Any) -> jax.Array:
     return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, more.shape) + more, at)
 
 
-def _forward_pass(ring: Ring, arrays: Arrays, state: Online, direction: Direction) -> Online:
+def _forward_pass(ring: Ring, arrays: Arrays, state: OnlineSoftmax, direction: Direction) -> OnlineSoftmax:
     moving = _moving(arrays) if direction.first == 0 else ring.sent(_moving(arrays), direction.step)
 
-    def hop(carry: tuple[Arrays, Online], h: Any, last: bool = False) -> tuple[tuple[Arrays, Online], None]:
+    def hop(
+        carry: tuple[Arrays, OnlineSoftmax], h: Any, last: bool = False
+    ) -> tuple[tuple[Arrays, OnlineSoftmax], None]:
         moving, state = carry
         sent = moving if last else ring.sent(moving, direction.step)  # while this device computes
         return (sent, _absorb(state, _hop(ring, arrays, moving, direction, h))), None
@@ -264,15 +272,13 @@ def _outputs(ring: Ring, arrays: Arrays) -> Arrays:
     """Output and log-sum-exp of this device's queries."""
     B, t, H, _ = arrays["query"].shape
     Dv = arrays["value"].shape[3]
-    state = Online(jnp.full((B, t, H), MASKED), jnp.zeros((B, t, H)), jnp.zeros((B, t, H, Dv)))
+    state = nothing_seen((B, t, H), Dv)
     for direction in _directions(ring):
         state = _forward_pass(ring, arrays, state, direction)
     if "sinks" in arrays:
         state = with_sinks(state, arrays["sinks"][:, None])
-    some = state.total != 0.0  # a nan total is not nothing: it must show
-    total = jnp.where(some, state.total, 1.0)
-    lse = jnp.where(some, state.top + jnp.log(total), -jnp.inf).swapaxes(1, 2)
-    return {"out": (state.out / total[..., None]).astype(arrays["query"].dtype), "lse": lse}
+    out, lse = online_finish(state)
+    return {"out": out.astype(arrays["query"].dtype), "lse": lse.swapaxes(1, 2)}
 
 
 # Backward ---------------------------------------------------------------------------------------------------

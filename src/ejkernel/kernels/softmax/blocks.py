@@ -31,9 +31,9 @@ def pattern_mask(query: Any, key: Any, block_mask: Any, block_size: Any, mask_in
     B, S = math.prod(batch), key.shape[-3]
     pattern = _pattern(block_mask, block_size, (B, H, T, S))
     mask = MaskInfo.from_block_pattern(pattern, q_len=T, kv_len=S)
-    for what, found, wanted in (("batch", mask.shape[0], B), ("heads", mask.shape[1], H)):
-        if found not in (1, wanted):
-            raise ValueError(f"block_mask has {what} {found}, query has {wanted}; it is {pattern!r}")
+    for what, given, wanted in (("batch", mask.shape[0], B), ("heads", mask.shape[1], H)):
+        if given not in (1, wanted):
+            raise ValueError(f"block_mask has {what} {given}, query has {wanted}; it is {pattern!r}")
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise TypeError(f"mask_info must be a MaskInfo, got {type(mask_info).__name__}")
     return mask if mask_info is None else mask & mask_info
@@ -122,10 +122,10 @@ def _called(function: Callable[..., Any], counts: Counts) -> np.ndarray:
 
 def _vectorised(function: Callable[..., Any], counts: Counts) -> jax.Array:
     def answer(*at: Any) -> jax.Array:
-        found = jnp.asarray(function(*at), bool)
-        if found.shape != ():
-            raise _not_one_bool(found.shape)
-        return found
+        visited = jnp.asarray(function(*at), bool)
+        if visited.shape != ():
+            raise _not_one_bool(visited.shape)
+        return visited
 
     return jax.vmap(answer)(*np.indices(counts, np.int32).reshape(4, -1)).reshape(counts)
 

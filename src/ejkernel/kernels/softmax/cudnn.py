@@ -99,7 +99,7 @@ def _causal(dims: Dimensions) -> int:
 
 
 def _options(call: Call) -> dict[str, Any]:
-    """What forward and backward say alike; cuDNN counts the query's own position in the window."""
+    """What forward and backward share; cuDNN counts the query's own position in the window."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     spec, hi = call.spec, _causal(dimensions(call))
@@ -139,9 +139,9 @@ class Packing:
         return cls(ids, offsets[:, :-1], jnp.diff(offsets))
 
     def operands(self) -> dict[str, jax.Array]:
-        """As JAX's call names them; it wants no end of the last sequence, but a place for it."""
-        places = jnp.pad(self.starts, ((0, 0), (0, 1)), constant_values=-1)
-        return {"q_seqlen": self.lengths, "kv_seqlen": self.lengths, "q_offsets": places, "kv_offsets": places}
+        """As JAX's call names them; it wants no end of the last sequence, but room for it."""
+        offsets = jnp.pad(self.starts, ((0, 0), (0, 1)), constant_values=-1)
+        return {"q_seqlen": self.lengths, "kv_seqlen": self.lengths, "q_offsets": offsets, "kv_offsets": offsets}
 
     def zero_beyond(self, x: jax.Array) -> jax.Array:
         """(B, T, H, D) without the tokens of no sequence: cuDNN writes nothing there, and what it reads there stays."""

@@ -62,7 +62,7 @@ def search_space(call: Call) -> list[Config]:
 
 
 def _options(call: Call) -> Any:
-    """What forward and backward say alike. Like ours, its bands align the ends of queries and keys."""
+    """What forward and backward share. Like ours, its bands align the ends of queries and keys."""
     from fa4_jax.attention import AttnConfig
 
     lo, hi = call.spec.band
@@ -127,8 +127,8 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     qkv = _tokens(call, *(call[name] for name in names))
     out, dout = _tokens(call, residuals["out"], output_cotangent(residuals, cotangents))
     kernel = partial(fa4_vjp_p.bind, cfg=_options(call), has_d_lse=False)
-    found = fusion_barrier(kernel)(*qkv, out, lse, dout, *_lengths(call))
-    return {name: x.reshape(call[name].shape) for name, x in zip(names, found, strict=True)}
+    gradients = fusion_barrier(kernel)(*qkv, out, lse, dout, *_lengths(call))
+    return {name: x.reshape(call[name].shape) for name, x in zip(names, gradients, strict=True)}
 
 
 # dq is added in any order, and so are dk and dv of grouped heads

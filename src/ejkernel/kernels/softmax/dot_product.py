@@ -124,15 +124,17 @@ def _masks(arguments: Arguments, batch: Batch, lengths: tuple[int, int], *, flax
     """The mask as given and the lengths, in one."""
     T, S = lengths
     mask, q_lengths, kv_lengths = arguments.mask, arguments.query_seq_lengths, arguments.key_value_seq_lengths
-    found = MaskInfo(T, S)
+    combined = MaskInfo(T, S)
     if mask is not None:
-        found = MaskInfo.from_attention_mask(_four_dimensions(_as_bool(mask, flax), batch, lengths)).with_lengths(T, S)
+        combined = MaskInfo.from_attention_mask(_four_dimensions(_as_bool(mask, flax), batch, lengths)).with_lengths(
+            T, S
+        )
     if q_lengths is None and kv_lengths is None:
-        return found
+        return combined
     rows = math.prod(batch)
     sides = {"query_seq_lengths": (q_lengths, T), "key_value_seq_lengths": (kv_lengths, S)}
     q, kv = (_lengths(name, x, length, rows) for name, (x, length) in sides.items())
-    return found & MaskInfo.from_lengths(q, kv, q_len=T, kv_len=S)
+    return combined & MaskInfo.from_lengths(q, kv, q_len=T, kv_len=S)
 
 
 def _as_bool(mask: Any, flax: bool) -> jax.Array:

@@ -143,12 +143,14 @@ SCALED_DOT_PRODUCT_ATTENTION = replace(FLASH_ATTENTION, name="scaled_dot_product
 # flash_attention's kernels and configs, and its own name in errors and explanations
 DOT_PRODUCT_ATTENTION = replace(FLASH_ATTENTION, name="dot_product_attention", configs_of=FLASH_ATTENTION.name)
 
-ATTENTION = _family(
+ATTENTION = replace(
+    FLASH_ATTENTION,
     name="attention",
     outputs={"out": "B T H Dv", "weights": "B H T S"},
     implementations={"xla": "ejkernel.kernels.softmax.weights"},
     preference={},
     probes=dict,
+    of_nothing=None,
 )
 
 OPERATIONS = (

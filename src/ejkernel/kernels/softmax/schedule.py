@@ -161,7 +161,7 @@ class _Extent(NamedTuple):
 
     low: Any  # (B|1, n)
     high: Any
-    whole: Any
+    full: Any
 
 
 def _extents(values: Any, valid: Any, block: int, xp: Any) -> _Extent:
@@ -203,13 +203,13 @@ def _interval_maps(call: Call, dims: Dimensions, block_q: int, block_k: int, xp:
             _extents(call["q_segments"], q_valid, block_q, xp), _extents(call["kv_segments"], k_valid, block_k, xp)
         )
         some = (q.low <= k.high) & (k.low <= q.high)
-        every = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & q.whole & k.whole
+        every = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & q.full & k.full
     if "q_positions" in call:
         q, k = _across(*_position_extents(call, dims, block_q, block_k, xp))
         visible, covered = _position_maps(call.spec, q, k, xp)
         # a block with no entry that counts has low > high: it is never visited
         some = some & visible & (q.low <= q.high) & (k.low <= k.high)
-        every = every & covered & q.whole & k.whole
+        every = every & covered & q.full & k.full
     return some, every
 
 

@@ -12,16 +12,20 @@ from jax import lax
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common import dropout as bits
-from ejkernel.kernels.common.tiles import (
+from ejkernel.kernels.common.online_softmax import (
     MASKED,
-    Online,
+    OnlineSoftmax,
+    nothing_seen,
+    online_finish,
+    online_step,
+    with_sinks,
+)
+from ejkernel.kernels.common.tiles import (
     capped,
     exp_on_cpu,
     finite,
     matmul,
     nan_rows,
-    online_finish,
-    online_step,
     rounded,
     uncapped_gradient,
 )
@@ -40,7 +44,7 @@ class Config:
     Attributes:
         block_q: queries per tile.
         block_k: keys per tile.
-        lanes: independent loops the work is dealt out to; XLA on a CPU is free to run them side by side.
+        lanes: independent loops that share the work; XLA on a CPU is free to run them side by side.
     """
 
     block_q: int = 512
@@ -120,7 +124,7 @@ class _Head(NamedTuple):
         return tuple(i if n > 1 else 0 for i, n in zip(index, x.shape, strict=False))
 
     def cut(self, name: str, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
-        """A part of an array: along its axes behind batch and head; axes of size 1 and the last stay whole."""
+        """A slice of an array: along its axes behind batch and head; axes of size 1 and the last stay whole."""
         x, at = self.arrays[name], self.at(name)
         trailing = x.shape[len(at) :]
         whole = [n == 1 or axis >= len(sizes) for axis, n in enumerate(trailing)]
@@ -213,8 +217,8 @@ def _tile_of(tiling: _Tiling, head: _Head, name: str, i: Any, j: Any) -> jax.Arr
 
 def _product(spec: Spec, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Left open, float32 is multiplied as such, as on other platforms: by default, XLA rounds it on GPUs and TPUs."""
-    precision, told = spec.precision, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    if precision is None and told is None and a.dtype == jnp.float32:
+    precision, default = spec.precision, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if precision is None and default is None and a.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
     return matmul(a, b, contract, precision)
 
@@ -269,8 +273,8 @@ def _visit(schedule: Schedule, head: _Head, i: Any, step: Any, state: Any) -> An
 def _in_lanes(step: Any, start: Any, count: int, lanes: int) -> tuple[list[Any], Any]:
     """scan(step, start, 0 .. count) as several independent scans: every lane's carry, and the outputs in order."""
     lanes = max(n for n in range(1, min(lanes, count) + 1) if count % n == 0)
-    parts = [lax.scan(step, start, jnp.arange(lane, count, lanes)) for lane in range(lanes)]
-    carries, outputs = zip(*parts, strict=True)
+    scans = [lax.scan(step, start, jnp.arange(lane, count, lanes)) for lane in range(lanes)]
+    carries, outputs = zip(*scans, strict=True)
     return list(carries), jax.tree.map(lambda *x: jnp.stack(x, 1).reshape(count, *x[0].shape[1:]), *outputs)
 
 
@@ -289,29 +293,29 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
     spec, (rows, size) = tiling.spec, (tiling.block_q, tiling.dims.Dv)
     query = _queries(tiling, head, "query", i)
 
-    def step(masked: bool, j: Any, state: tuple[Online, _Best | None]):
+    def step(masked: bool, j: Any, state: tuple[OnlineSoftmax, _Best | None]):
         online, best = state
         key, value = _keys(tiling, head, "key", j), _keys(tiling, head, "value", j)
         logits = _logits(tiling, head, query, key, i, j)
         logits = jnp.where(_seen(tiling, head, i, j), logits, MASKED) if masked else logits
         if best is not None:
-            top, at = logits.max(-1), j * tiling.block_k + logits.argmax(-1).astype(jnp.int32)
-            best = _Best(jnp.maximum(best.logit, top), jnp.where(top > best.logit, at, best.index))
+            highest, at = logits.max(-1), j * tiling.block_k + logits.argmax(-1).astype(jnp.int32)
+            best = _Best(jnp.maximum(best.logit, highest), jnp.where(highest > best.logit, at, best.index))
         online, weights = online_step(online, logits, tiling.exp)
         if spec.dropout:
             weights = jnp.where(_stays(tiling, head, i, j), weights / (1.0 - spec.dropout), 0.0)
         product = _product(spec, weights.astype(value.dtype), value, (1, 0))
         return online._replace(out=online.out + product), best
 
-    sink = head.arrays["sinks"][head.at("sinks")] if "sinks" in head.arrays else -jnp.inf
-    top = jnp.full((rows,), sink)
-    total = jnp.exp(top - jnp.where(top == MASKED, 0.0, top))
+    online = nothing_seen((rows,), size)
+    if "sinks" in head.arrays:
+        online = with_sinks(online, head.arrays["sinks"][head.at("sinks")])
     best = _Best(jnp.full((rows,), MASKED), jnp.full((rows,), -1, jnp.int32)) if spec.with_argmax else None
-    start = (Online(top, total, jnp.zeros((rows, size))), best)
+    start = (online, best)
     online, best = _visit(schedule, head, i, step, varying_like(start, head.arrays))
     out, lse = online_finish(online)
     outputs = {"out": out.astype(query.dtype), "lse": lse}
-    return outputs if best is None else {**outputs, "total": online.total, "argmax": best.index}
+    return outputs if best is None else {**outputs, "total": online.running_sum, "argmax": best.index}
 
 
 def forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -351,9 +355,9 @@ def _add_block(x: jax.Array, update: jax.Array, i: Any, size: int) -> jax.Array:
 def _add_bias(total: jax.Array, ds: jax.Array, tiling: _Tiling, i: Any, j: Any) -> jax.Array:
     """Add a tile's gradient to that of a bias (T|1, S|1), summed over the axes it broadcasts along."""
     axes = [a for a in (0, 1) if total.shape[a] == 1]
-    part = ds.sum(axes, keepdims=True) if axes else ds
+    added = ds.sum(axes, keepdims=True) if axes else ds
     at = (0 if 0 in axes else i * tiling.block_q, 0 if 1 in axes else j * tiling.block_k)
-    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part, at)
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, added.shape) + added, at)
 
 
 def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, so_far: _Gradients) -> _Gradients:

@@ -29,9 +29,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.online_softmax import merge, online_finish, state_of
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of, launch
-from ejkernel.kernels.common.tiles import online_finish
-from ejkernel.kernels.paged.merge import finished_part, merge
 from ejkernel.kernels.paged.pallas_tpu.kernel import Blocks, Kernel, Rows, divided
 from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions, sequences
 from ejkernel.ops import Call, Implementation
@@ -264,7 +263,7 @@ def _stats(stats: jax.Array | None) -> Arrays:
 
 def _merged(out: jax.Array, stats: jax.Array) -> Arrays:
     """One answer of the splits of the keys, which are the leading axis."""
-    joined = merge(finished_part(out, stats[..., 0]))
+    joined = merge(state_of(out, stats[..., 0]))
     B, T, H, Dv = joined.out.shape
     out, lse = jax.vmap(online_finish)(jax.tree.map(lambda x: x.reshape(B * T, H, *x.shape[3:]), joined))
     stats = jnp.stack([lse.reshape(B, T, H), stats[..., 1].max(0)], -1)

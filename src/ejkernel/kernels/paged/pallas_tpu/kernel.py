@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.common.online_softmax import MASKED
 from ejkernel.kernels.common.pallas_tpu import SUBLANES
-from ejkernel.kernels.common.tiles import MASKED, capped, matmul
+from ejkernel.kernels.common.tiles import capped, matmul
 from ejkernel.kernels.paged.spec import Dimensions, Spec
 
 Refs = dict[str, Any]

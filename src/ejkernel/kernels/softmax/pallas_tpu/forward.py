@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels.common.online_softmax import MASKED
 from ejkernel.kernels.common.pallas_tpu import transposed
-from ejkernel.kernels.common.tiles import MASKED
 from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST
 from ejkernel.kernels.softmax.pallas_tpu.tiles import (
     GridStep,

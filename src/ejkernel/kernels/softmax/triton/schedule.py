@@ -128,12 +128,12 @@ def block_maps(p_extents, p_sums, o_row, o_other, n_q, n_k, BY_KEYS: tl.constexp
         o_q, o_k = o_other, o_row
     else:
         o_q, o_k = o_row, o_other
-    q_seg_low, q_seg_high, q_low, q_high, q_whole = load_extents(p_extents, o_q, n_q, n_q + n_k)
-    k_seg_low, k_seg_high, k_low, k_high, k_whole = load_extents(p_extents + n_q, o_k, n_k, n_q + n_k)
+    q_seg_low, q_seg_high, q_low, q_high, q_full = load_extents(p_extents, o_q, n_q, n_q + n_k)
+    k_seg_low, k_seg_high, k_low, k_high, k_full = load_extents(p_extents + n_q, o_k, n_k, n_q + n_k)
     # low is above high where all is padding, and past the end: such blocks meet no other
     m_seen = (q_seg_low <= k_seg_high) & (k_seg_low <= q_seg_high)
     # that they are one segment, and below one chunk, follows where they meet
-    m_covered = (q_seg_low == q_seg_high) & (k_seg_low == k_seg_high) & (q_whole & k_whole != 0)
+    m_covered = (q_seg_low == q_seg_high) & (k_seg_low == k_seg_high) & (q_full & k_full != 0)
     if C.LO is not None:
         m_seen &= k_high - q_low >= C.LO
         m_covered &= k_low - q_high >= C.LO
@@ -168,8 +168,8 @@ def load_extents(p_extents, o_block, n_blocks, stride):
     seg_high = tl.load(p_block + stride, mask=m_block, other=-_FAR)
     low = tl.load(p_block + 2 * stride, mask=m_block, other=_FAR)
     high = tl.load(p_block + 3 * stride, mask=m_block, other=-_FAR)
-    whole = tl.load(p_block + 4 * stride, mask=m_block, other=0)
-    return seg_low, seg_high, low, high, whole
+    full = tl.load(p_block + 4 * stride, mask=m_block, other=0)
+    return seg_low, seg_high, low, high, full
 
 
 @triton.jit
