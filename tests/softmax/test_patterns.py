@@ -38,14 +38,14 @@ def test_local_stride_in_blocks_of_any_size(block_size):
     np.testing.assert_allclose(blocksparse_attention(q, k, v, block_mask=pattern), expected, atol=2e-6)
 
 
-def test_lists_of_narrow_blocks_have_wider_pieces_where_they_would_be_long(monkeypatch):
-    def piece(T):
+def test_lists_of_narrow_blocks_have_wider_sub_blocks_where_they_would_be_long(monkeypatch):
+    def sub_block(T):
         pattern = jax.ShapeDtypeStruct((1, 32, T // 16, T // 16), bool)
         shapes = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct((1, T, 32, 128), "bfloat16"))
         spec = Spec(scale=1.0, band=Band(None, 0), pattern_block=(16, 16))
         return triton.sub_block_keys(Call(spec, {**shapes, "pattern": pattern}), triton.Tile(64, 64, 4, 2))
 
-    assert [piece(T) for T in (8192, 32768, 65536, 131072)] == [16, 16, 32, None]
+    assert [sub_block(T) for T in (8192, 32768, 65536, 131072)] == [16, 16, 32, None]
     # and what they hold is found in them
     monkeypatch.setattr(triton, "_MOST_LISTED", 4 * 7 * 4)
     pattern = BlockPattern.local_stride(H, 13, local_blocks=1, vert_stride=4, block_size=16)

@@ -215,13 +215,13 @@ def test_a_program_plans_what_the_host_does(kind, side):
     assert rows_of(found, H) == rows_of(plan(known, *tile, side, np), H)
 
 
-# Blocks of keys that are put together from pieces -------------------------------------------------------------
+# Blocks of keys that are put together from sub-blocks ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("sizes", LENGTHS)
-def test_pieces_in_order_visit_what_each_of_them_needs(sizes, group, xp):
+def test_sub_blocks_in_order_visit_what_each_of_them_needs(sizes, group, xp):
     rng = np.random.default_rng(0)
     cells = rng.random((2 * group, 6, 6)) < np.linspace(0.1, 0.9, 6)
     mask = MaskInfo.from_block_pattern(BlockPattern.from_dense(cells, block_size=4), q_len=sizes[0], kv_len=sizes[1])
@@ -229,16 +229,16 @@ def test_pieces_in_order_visit_what_each_of_them_needs(sizes, group, xp):
     call = canonicalise(**{name: jnp.zeros(x) for name, x in shapes.items()}, mask_info=mask, causal=True)
     schedule, order = in_order(call, 8, 8, 4, xp)
     alone = plan(call, 8, 4, "k", xp)
-    pieces, n = np.asarray(order).reshape(2, -1, 2), -(-sizes[1] // 4)
-    assert all(sorted(np.minimum(head.ravel(), n)) == [*range(n), *[n] * (n % 2)] for head in pieces)
+    sub_blocks, n = np.asarray(order).reshape(2, -1, 2), -(-sizes[1] // 4)
+    assert all(sorted(np.minimum(head.ravel(), n)) == [*range(n), *[n] * (n % 2)] for head in sub_blocks)
     joined, each = (rows_of(x, 2 * group) for x in (schedule, alone))
-    for h, i in np.ndindex(2 * group, pieces.shape[1]):
-        mine = [each[0][h][p] for p in pieces[h // group, i] if p < n]
+    for h, i in np.ndindex(2 * group, sub_blocks.shape[1]):
+        mine = [each[0][h][p] for p in sub_blocks[h // group, i] if p < n]
         free = set.intersection(*[unmasked for unmasked, _ in mine]) if len(mine) == 2 else set()
         assert joined[0][h][i] == (free, set.union(*[u | m for u, m in mine]) - free)
 
 
-def test_pieces_that_many_queries_see_come_together_and_documents_stay():
+def test_sub_blocks_that_many_queries_see_come_together_and_documents_stay():
     def visits(cells):
         mask = MaskInfo.from_block_pattern(BlockPattern.from_dense(cells, block_size=4), q_len=256, kv_len=256)
         schedule, order = in_order(call_of(256, 256, mask_info=mask, causal=True), 16, 16, 4, np)
@@ -248,7 +248,7 @@ def test_pieces_that_many_queries_see_come_together_and_documents_stay():
     stripes = (at[:, None] == at) | (at % 8 == 0)
     found, order = visits(stripes)
     assert (order[:4] == [0, 8, 16, 24]).all()
-    # 8 stripes in two blocks, which 16 and 8 blocks of 16 queries see, and each other block those of its pieces
+    # 8 stripes in two blocks, which 16 and 8 blocks of 16 queries see, and each other block those of its sub-blocks
     assert found <= 24 + 2 * 14
     found, order = visits(at[:, None] // 8 == at // 8)
     assert (order == at).all() and found == n // 8 * 2 * 2 - n // 8

@@ -58,8 +58,8 @@ def default_launches(target: str, dtype: str, D: int, kind: str):
 
     key = jax.ShapeDtypeStruct((B, T, HKV, D), dtype)
     launches = collect_launches(both, jax.ShapeDtypeStruct((B, T, H, D), dtype), key, key, *arrays)
-    careful = [pair for pair in launches if dict(pair[0].constexprs)["C"].GUARD]
-    return [pair for pair in launches if pair not in careful], careful
+    nan_safe = [pair for pair in launches if dict(pair[0].constexprs)["C"].GUARD]
+    return [pair for pair in launches if pair not in nan_safe], nan_safe
 
 
 def compiled(target: str, launch, operands) -> CompileReport:
@@ -107,9 +107,9 @@ def test_those_after_a_nan_fit(target, D):
 )
 def test_more_arrays_fit(kind, D):
     """Those of a bias or mask pass through shared memory as well; on smaller GPUs the tiles leave room enough."""
-    launches, careful = default_launches("sm_90", "bfloat16", D, kind)
-    listed = [[dict(launch.constexprs)["C"].LISTS for launch, _ in some] for some in (launches, careful)]
-    assert any(listed[0]) and careful and not any(listed[1])  # lists of the small tiles after a nan would be large
+    launches, nan_safe = default_launches("sm_90", "bfloat16", D, kind)
+    listed = [[dict(launch.constexprs)["C"].LISTS for launch, _ in some] for some in (launches, nan_safe)]
+    assert any(listed[0]) and nan_safe and not any(listed[1])  # lists of the small tiles after a nan would be large
     assert ("dbias_kernel" in {launch.kernel.__name__ for launch, _ in launches}) == (kind == "bias-and-mask")
     for launch, operands in launches:
         check_fits(compiled("sm_90", launch, operands), "bfloat16")
