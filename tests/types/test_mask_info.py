@@ -616,7 +616,7 @@ BAD = {
         lambda: MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(2, 1), q_len=129),
     ),
     "sparsity": (ValueError, r"sparsity must lie in \[0, 1\], got 1.5", lambda: MaskInfo.from_random(1, 2, 2, 1.5)),
-    "empty": (ValueError, "q_len=0 must be at least 1", lambda: MaskInfo(0, 3)),
+    "negative q_len": (ValueError, "q_len=-1 must be at least 0", lambda: MaskInfo(-1, 3)),
     "window": (ValueError, "window=-1 must be at least 0", lambda: MaskInfo(3, 3).apply_sliding_window(-1)),
     "window triple": (
         ValueError,
