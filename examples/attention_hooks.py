@@ -72,13 +72,14 @@ class AttentionMask:
     first, then queries, keys.
 
     Fields:
-        is_causal: query i sees keys up to `i + causal_offset`. causal_offset: a number, or one
-        for each row of the batch; None is 0. explicit_mask: bools, `(Q, K)`, `(B, Q, K)` or
-        `(B, heads, Q, K)`. segment_ids: of queries and of keys, `(Q,)` and `(K,)` or with a
-        batch. Equal ids see each other, negative ones
-            too: padding sees padding.
-        sliding_window: how many keys a query sees, up to its own. bidirectional_window: query i
-        sees keys from `i - bidirectional_window` to `i + bidirectional_window`.
+        is_causal: query i sees keys up to `i + causal_offset`.
+        causal_offset: a number, or one for each row of the batch; None is 0.
+        explicit_mask: bools, `(Q, K)`, `(B, Q, K)` or `(B, heads, Q, K)`.
+        segment_ids: of queries and of keys, `(Q,)` and `(K,)` or with a batch. Equal ids see
+            each other, negative ones too: padding sees padding.
+        sliding_window: how many keys a query sees, up to its own.
+        bidirectional_window: query i sees keys from `i - bidirectional_window` to
+            `i + bidirectional_window`.
     """
 
     is_causal: bool = False
@@ -104,17 +105,20 @@ def levanter_attention(
     arrays in this order.
 
     Args:
-        q: `(B, Q, heads, D)`. k: `(B, K, kv_heads, D)`; `v` likewise. mask: an `AttentionMask`;
-        or bools that say what is seen, or floats that are added to the logits, `(Q, K)`,
-            `(B, Q, K)` or `(B, heads, Q, K)`.
+        q: `(B, Q, heads, D)`.
+        k: `(B, K, kv_heads, D)`; `v` likewise.
+        mask: an `AttentionMask`; or bools that say what is seen, or floats that are added to
+            the logits, `(Q, K)`, `(B, Q, K)` or `(B, heads, Q, K)`.
         bias: floats that broadcast to `(B, heads, Q, K)`, added before the cap.
         attn_sink: `(heads,)`.
 
     A query that sees nothing gives zeros, where Levanter's reference gives the mean of all
     values.
     """
-    structured = mask is not None and hasattr(mask, "is_causal")
-    given = None if mask is None or structured else _batch_first(mask)
+    if isinstance(mask, (jax.Array, np.ndarray)):
+        structured, given = None, _batch_first(mask)
+    else:
+        structured, given = mask, None
     if given is not None and given.dtype != bool:
         bias, given = given if bias is None else bias + given, None
     visible = None if given is None else MaskInfo.from_attention_mask(given)
@@ -124,7 +128,9 @@ def levanter_attention(
         v,
         bias,
         softmax_aux=attn_sink,
-        mask_info=levanter_mask(mask, q.shape[1], k.shape[1]) if structured else visible,
+        mask_info=visible
+        if structured is None
+        else levanter_mask(structured, q.shape[1], k.shape[1]),
         softmax_scale=scaling_factor,
         logits_soft_cap=logits_soft_cap,
     )
@@ -153,8 +159,9 @@ def levanter_mask(mask: AttentionMask, q_len: int, k_len: int) -> MaskInfo:
         # `levanter.grug` does not
         right = 0 if hasattr(mask, "causal_offset") else None
         info = info.apply_sliding_window((mask.sliding_window - 1, right))
-    if getattr(mask, "bidirectional_window", None) is not None:
-        info = info.apply_sliding_window(mask.bidirectional_window)
+    both_ways = getattr(mask, "bidirectional_window", None)
+    if both_ways is not None:
+        info = info.apply_sliding_window(both_ways)
     if getattr(mask, "explicit_mask", None) is not None:
         info &= MaskInfo.from_attention_mask(_batch_first(mask.explicit_mask))
     return info

@@ -18,18 +18,16 @@ B, T, WIDTH = 2, 200, 64
 
 
 def made(**options: object) -> nnx.MultiHeadAttention:
-    return nnx.MultiHeadAttention(
-        num_heads=4, in_features=WIDTH, decode=False, rngs=nnx.Rngs(0), **options
-    )  # pyright: ignore
+    fixed = {"num_heads": 4, "in_features": WIDTH, "decode": False, "rngs": nnx.Rngs(0)}
+    return nnx.MultiHeadAttention(**fixed, **options)  # pyright: ignore
 
 
 @nnx.jit
 def loss_and_gradients(module: nnx.MultiHeadAttention, x: jax.Array, mask: jax.Array | None):
     def loss(module: nnx.MultiHeadAttention) -> jax.Array:
         out = module(x, mask=mask)
-        return jnp.mean(
-            jnp.square(out[:, : T // 2])
-        )  # the last tokens of the first row are padding
+        # the last tokens of the first row are padding
+        return jnp.mean(jnp.square(out[:, : T // 2]))
 
     return nnx.value_and_grad(loss)(module)
 

@@ -57,9 +57,8 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, documents: jax.Array) -> jax.Array:
         packing = MaskInfo.from_segments(documents)
-        x = self.tokens(tokens) + self.positions(
-            packing.q_positions
-        )  # which begin anew in each document
+        # which begin anew in each document
+        x = self.tokens(tokens) + self.positions(packing.q_positions)
         for block in self.blocks:
             x = block(x, packing)
         return self.tokens.attend(self.norm(x))

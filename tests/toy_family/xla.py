@@ -32,9 +32,8 @@ def _steps(decay, h, xs):
 def forward(call, config):
     x, _ = _masked(call)
     (B, T, D), decay = x.shape, call.spec.decay
-    chunks = jnp.moveaxis(
-        x.reshape(B, T // config.chunk, config.chunk, D), 0, 2
-    )  # (chunks, chunk, B, D)
+    # (chunks, chunk, B, D)
+    chunks = jnp.moveaxis(x.reshape(B, T // config.chunk, config.chunk, D), 0, 2)
 
     def chunk(h, xs):
         end, out = _steps(decay, h, xs)
