@@ -18,7 +18,17 @@ from ejkernel.modules import (
     flash_attention,
     scaled_dot_product_attention,
 )
-from ejkernel.ops import PLATFORMS, Operation, Target, explain, get_operation, interpret, interpreting
+from ejkernel.ops import (
+    PLATFORMS,
+    Operation,
+    Target,
+    dispatch,
+    explain,
+    get_operation,
+    interpret,
+    interpreting,
+    platforms,
+)
 from ejkernel.ops.dispatch import choose
 
 Q = jnp.ones((1, 32, 2, 16))
@@ -219,9 +229,38 @@ def test_a_platform_that_does_not_import_is_a_refusal(monkeypatch):
 
     load = Operation.load
     monkeypatch.setattr(Operation, "load", broken)
-    _, told = choose(FLASH_ATTENTION, call_on(H200), None, None)
+    monkeypatch.setattr(dispatch, "_WARNED", set())
+    module = (
+        r"ejkernel\.kernels\.softmax\.mosaic_gpu does not import and is passed over: KeyError: 'idx' \(.*\.py:\d+\)"
+    )
+    with pytest.warns(RuntimeWarning, match=module):
+        _, told = choose(FLASH_ATTENTION, call_on(H200), None, None)
     assert told.platform not in (None, "pallas")
     assert told.refusals["pallas"] == ["it cannot be imported: KeyError: 'idx'"]
+    assert choose(FLASH_ATTENTION, call_on(H200), None, None)[1].platform == told.platform  # warned once
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ModuleNotFoundError("No module named 'triton'", name="triton"), "No module named 'triton'"),
+        (AttributeError("gone"), "AttributeError: gone (with jax 0.99.1, which nobody has tried)"),
+    ],
+    ids=["package", "version"],
+)
+def test_a_missing_package_and_an_unknown_version_are_no_fault_of_ours(monkeypatch, error, reason):
+    def broken(self, platform, backend):
+        if platform == "pallas":
+            raise error
+        return load(self, platform, backend)
+
+    load = Operation.load
+    monkeypatch.setattr(Operation, "load", broken)
+    monkeypatch.setattr(dispatch, "_WARNED", set())
+    if isinstance(error, AttributeError):
+        monkeypatch.setattr(platforms, "version", {"jax": "0.99.1"}.get)
+    _, told = choose(FLASH_ATTENTION, call_on(H200), None, None)  # a warning would be an error
+    assert told.platform not in (None, "pallas") and told.refusals["pallas"][0].endswith(reason)
 
 
 def test_triton_alone_is_not_enough(monkeypatch):
@@ -248,7 +287,7 @@ def test_a_forced_platform_whose_package_is_missing_gives_every_reason(monkeypat
     assert "needs an NVIDIA GPU" in device and "the package fa4_jax is not installed" in package
     assert {"dtype float32: only bfloat16 and float16", "soft cap"} <= set(others)
     told = explain(flash_attention, Q, Q, Q, logits_soft_cap=3.0, platform="cute", device="h200").refusals["cute"]
-    assert told == [package, *others]
+    assert told == others  # another device has its packages
 
 
 def test_explain_of_a_function_that_makes_two_calls():

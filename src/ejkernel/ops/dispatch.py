@@ -1,5 +1,7 @@
 """run(): from a canonical call to the implementation that does it, and the reasons why others would not."""
 
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +28,26 @@ def _loaded(operation: Operation, platform: str, backend: str) -> Implementation
     try:
         return operation.load(platform, backend)
     except Exception as error:  # whatever a version of JAX or Triton that is not known here raises
-        return f"it cannot be imported: {type(error).__name__}: {error}"
+        reason = f"it cannot be imported: {type(error).__name__}: {error}"
+        newer = PLATFORMS[platform].newer_packages()
+        absent = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("ejkernel")
+        if not (newer or absent):
+            _warn_once(operation.path(platform, backend), error)
+        return reason + (f" (with {', '.join(newer)}, which nobody has tried)" if newer else "")
+
+
+_WARNED: set[str | None] = set()
+
+
+def _warn_once(module: str | None, error: Exception) -> None:
+    """A fault of this package must not pass for a platform that cannot do a call."""
+    if module in _WARNED:
+        return
+    _WARNED.add(module)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{frame.filename}:{frame.lineno}"
+    message = f"{module} does not import and is passed over: {type(error).__name__}: {error} ({where})"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _implementation(operation: Operation, platform: str, call: Call) -> Implementation:

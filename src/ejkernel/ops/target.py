@@ -9,6 +9,7 @@ import jax
 from jax import core as jax_core
 
 from ejkernel.checks.names import unknown
+from ejkernel.ops.private_jax import entered_meshes
 from ejkernel.ops.settings import settings
 
 Device = Any  # jax.Device is an alias that type checkers do not know
@@ -79,9 +80,7 @@ def describe_device(device: Device) -> Target:
 
 def ambient_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """The mesh set by `jax.set_mesh` or by `with mesh:`; an abstract one where nothing else is known."""
-    from jax._src import mesh as mesh_lib  # no public getter of the physical mesh in JAX 0.10 and 0.11
-
-    for mesh in (mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env.physical_mesh):
+    for mesh in entered_meshes():
         if isinstance(mesh, jax.sharding.Mesh) and mesh.size:
             return mesh
     mesh = jax.sharding.get_abstract_mesh()

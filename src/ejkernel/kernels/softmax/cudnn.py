@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.softmax.gradients import output_cotangent
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
+from ejkernel.ops.private_jax import cudnn_attention, cudnn_takes_offsets
 
 Arrays = dict[str, jax.Array]
 
@@ -70,19 +71,12 @@ def _unsupported_packing(call: Call, dims: Dimensions) -> list[str]:
         "packed keys of other lengths than the queries'": "kv_offsets" in call or dims.T != dims.S,
         f"{sequences} packed sequences: only up to {MOST_SEQUENCES}": sequences > MOST_SEQUENCES,
         f"{words} numbers in packed queries: only below 2^31": words >= 2**31,
-        f"JAX {jax.__version__}: its call of cuDNN takes no packed sequences": not _takes_offsets(),
+        f"JAX {jax.__version__}: its call of cuDNN takes no packed sequences": not cudnn_takes_offsets(),
         f"packed sequences with G={dims.G}: JAX {jax.__version__} looks for their keys in the wrong place": (
             dims.G > 1 and not FINDS_KEYS
         ),
     }
     return [reason for reason, holds in limits.items() if holds]
-
-
-def _takes_offsets() -> bool:
-    """Private in JAX: there from 0.5 on."""
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    return hasattr(fused, "_fix_seqlen_offsets") and hasattr(fused, "_dot_product_attention_bwd_p_wrapper")
 
 
 def default_config(call: Call) -> Config:
@@ -100,7 +94,7 @@ def _causal(dims: Dimensions) -> int:
 
 def _options(call: Call) -> dict[str, Any]:
     """What forward and backward share; cuDNN counts the query's own position in the window."""
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    fused = cudnn_attention()
 
     spec, hi = call.spec, _causal(dimensions(call))
     return {
@@ -172,7 +166,7 @@ class Packing:
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     # jax.nn.dot_product_attention calls this too, but rounds the lse it returns to the inputs' dtype (0.10 to 0.12)
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    fused = cudnn_attention()
 
     attend: Any = partial(fused.dot_product_attention, **_options(call), return_residual=True)
     qkv = [call["query"], call["key"], call["value"]]
@@ -189,7 +183,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
     # JAX has no public call for the backward alone (0.10 to 0.12); through jax.vjp the forward would run twice.
     # No flag for determinism here: XLA overwrites force_deterministic with what the program's options say
-    from jax._src.cudnn import fused_attention_stablehlo as fused
+    fused = cudnn_attention()
 
     none = jnp.zeros(0, call["query"].dtype)
     lengths, lse, packing = [none] * 4, residuals["lse"], Packing.of(call)

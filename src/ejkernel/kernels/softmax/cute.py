@@ -1,4 +1,8 @@
-"""FlashAttention-4's kernels, through the package fa4-jax, for exactly the calls they can do."""
+"""FlashAttention-4's kernels, through the package fa4-jax, for exactly the calls they can do.
+
+Nothing else uses that package. Seen in 0.1; `AttnConfig`, `fa4_fwd_p` and `fa4_vjp_p` are not in its documentation. A
+public call of its backward alone would replace them.
+"""
 
 from dataclasses import dataclass
 from functools import partial
