@@ -375,4 +375,4 @@ def test_explain_goes_on_behind_what_nothing_can_run():
 @pytest.mark.parametrize("name", ["native_sparse_attention", "cascade_attention", "attention", "dot_product_attention"])
 def test_functions_of_several_calls_are_operations(name):
     assert get_operation(name).name == name and name in ops.list_operations()
-    assert ops.support_table(name).startswith("| feature |") or name == "attention"
+    assert "| feature |" in ops.support_table(name)

@@ -30,6 +30,9 @@ def support_table(operation: Operation | str | Callable[..., Any]) -> str:
     True
     """
     operation = get_operation(operation)
+    if operation.made_of:  # of its own it has none: those of the calls it makes
+        parts = [f"{name}:\n\n{support_table(name)}" for name in operation.made_of]
+        return "\n\n".join(parts)
     columns = _columns(operation)
     rows = ["| feature | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
     for feature, call in operation.probes().items():

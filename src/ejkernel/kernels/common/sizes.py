@@ -10,6 +10,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
+def ceil_div(n: int, size: int) -> int:
+    """How many of a size hold n."""
+    return -(-n // size)
+
+
 def rounded_sizes(sizes: Iterable[tuple[str, int]]) -> str:
     """Sizes by letter, as a shape bucket names them: to powers of two, but for those that are compared exactly.
 

@@ -2,12 +2,13 @@
 
 from ejkernel.kernels.linear import scans
 from ejkernel.kernels.linear.triton.config import Config, default_config, search_space, unsupported
-from ejkernel.kernels.linear.triton.runner import ScanRunner, States
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    from ejkernel.kernels.linear.triton.runner import ScanRunner  # loads Triton
+
     runner = ScanRunner(config)
     outputs, residuals = scans.forward(call, runner)
     # states between segments, for the scan that gives dquery
@@ -16,6 +17,8 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    from ejkernel.kernels.linear.triton.runner import ScanRunner, States
+
     runner = ScanRunner(config)
     runner.chunk_lengths = residuals.get("chunk_lengths")
     if "starts" in residuals:

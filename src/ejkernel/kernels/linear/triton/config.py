@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-import triton
 
 from ejkernel.checks.options import config_ints
+from ejkernel.kernels.common.sizes import ceil_div, power_of_two
 from ejkernel.kernels.linear.spec import dimensions
 from ejkernel.ops import Call
 
@@ -50,7 +50,7 @@ class Config:
 
 def tile_channels(n: int) -> int:
     """Channels of a tile that holds all n."""
-    return max(16, triton.next_power_of_2(n))
+    return power_of_two(n, 16)
 
 
 def unsupported(call: Call) -> list[str]:
@@ -71,7 +71,7 @@ def default_config(call: Call) -> Config:
     chunk = 32 if wide and ("gk" in call or "gv" in call or small) else 64
     if float32 and (large or small):
         chunk = 16  # what fits in the 99 KB of shared memory that small GPUs have, and in registers
-    programs = dims.B * dims.H * triton.cdiv(max(dims.D, dims.Dv), block_c)
+    programs = dims.B * dims.H * ceil_div(max(dims.D, dims.Dv), block_c)
     return Config(chunk, _segment(dims.T, programs, call.target.cores or 132), block_c, warps)
 
 
@@ -79,8 +79,8 @@ def _segment(T: int, programs: int, cores: int) -> int:
     """Tokens of a segment: none where sequences alone keep the chip busy, else a power of two from 512 on."""
     if programs >= cores or T < 1024:
         return 0
-    wanted = max(2, triton.cdiv(4 * cores, programs))
-    return max(512, triton.next_power_of_2(triton.cdiv(T, wanted)))
+    wanted = max(2, ceil_div(4 * cores, programs))
+    return power_of_two(ceil_div(T, wanted), 512)
 
 
 def search_space(call: Call) -> list[Config]:
