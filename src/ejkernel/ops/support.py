@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.platforms import PLATFORMS, TYPICAL
 from ejkernel.ops.registry import get_operation
+from ejkernel.ops.settings import changed
 
 _SHORT = {"cpu": "CPU", "gpu": "Hopper", "tpu": "TPU"}
 
@@ -38,7 +39,8 @@ def support_table(operation: Operation | str | Callable[..., Any]) -> str:
     for feature, call in operation.probes().items():
         cells = []
         for platform, backend in columns.values():
-            reasons = operation.load(platform, backend).unsupported(call.on(TYPICAL[backend]))
+            with changed(device=TYPICAL[backend]):  # which has all packages
+                reasons = operation.load(platform, backend).unsupported(call.on(TYPICAL[backend]))
             cells.append("yes" if not reasons else "no: " + "; ".join(reasons))
         rows.append(f"| {feature} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
