@@ -36,8 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 CALLS = callback.io_callback_impl  # which the harness replaces, for another interpreter
 
 from ejkernel.kernels.softmax import mosaic_gpu
-from ejkernel.kernels.softmax.mosaic_gpu import backward_fused as fused_backward_kernel
-from ejkernel.kernels.softmax.mosaic_gpu import forward as forward_kernel
+from ejkernel.kernels.softmax.mosaic_gpu import private_mosaic
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
 from harness.checks import Arrays, settle
@@ -137,9 +136,9 @@ def install() -> None:
     )
     gpu_callbacks._get_shared_memory = lambda: Operands(memory())
     # what they have of PTX
-    forward_kernel.row_max = lambda x: x.max(axis=1)
-    forward_kernel.rescaled = lambda x, factors: x * factors[:, None]
-    fused_backward_kernel.widened = lambda x: x.astype(jnp.float32)
+    private_mosaic.row_max = lambda x: x.max(axis=1)
+    private_mosaic.rescale = lambda x, factors: x * factors[:, None]
+    private_mosaic.to_float32 = lambda x: x.astype(jnp.float32)
     plgpu.kernel = partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore"))
 
 

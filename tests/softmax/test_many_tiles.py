@@ -25,7 +25,7 @@ def test_a_head_is_right_among_many(D, mask, native):
     if mask == "documents":
         options["mask_info"] = MaskInfo.from_segments(ids[None])
         if (native.name, native.device) == ("pallas", "gpu") and D <= 128:
-            options["cfg"] = {"ordered": True}
+            options["cfg"] = {"longest_first": True}
         if native.name in explain(flash_attention, *arrays.values(), **options).refusals:
             with pytest.raises(NotImplementedError, match="segments"):
                 flash_attention(*arrays.values(), **options)

@@ -17,7 +17,7 @@ from ejkernel.kernels.softmax import mosaic_gpu, triton
 from ejkernel.kernels.softmax.mosaic_gpu import backward as backward_kernels
 from ejkernel.kernels.softmax.mosaic_gpu import backward_fused
 from ejkernel.kernels.softmax.mosaic_gpu import forward as forward_kernel
-from ejkernel.kernels.softmax.mosaic_gpu.scheduler import Runs, Walk
+from ejkernel.kernels.softmax.mosaic_gpu.scheduler import BlockRuns, TileScheduler
 from ejkernel.kernels.softmax.mosaic_gpu.tiles import copied_bias
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import canonicalise
@@ -73,8 +73,8 @@ CASES = {
     "D128-bias-causal-soft-cap": {"D": 128, "T": 500, "bias": bias(500, 500), "causal": True, "logits_soft_cap": 20.0},
     "D64-bias-of-keys-float32": {"D": 64, "bias": bias(1, 256, "float32")},
     "D256-bias-dropout": {"D": 256, "bias": bias(256, 256), **DROPOUT},
-    "D128-many-tiles-segments-ordered": {"D": 128, "T": 4096, "H": 8, "segments": True, "causal": True},
-    "D64-many-tiles-pattern-ordered": {"D": 64, "T": 4096, "H": 8, "pattern": 64, "causal": True},
+    "D128-many-tiles-segments-longest-first": {"D": 128, "T": 4096, "H": 8, "segments": True, "causal": True},
+    "D64-many-tiles-pattern-longest-first": {"D": 64, "T": 4096, "H": 8, "pattern": 64, "causal": True},
 }
 
 
@@ -97,15 +97,15 @@ def arguments(D, T=256, H=4, Hkv=2, Dv=0, segments=False, sinks=False, pattern=0
     return (q, k, v), options
 
 
-# each is in other cases too
-PARTS = (
+# what each of these lowers is in other cases too
+COVERED_BY_OTHERS = (
     "D64", "D192", "D64-bias", "D64-dropout", "D256-causal", "D96-pattern-128-window", "D128-mask-of-keys-causal",
     "D128-pattern-64-segments", "D64-bias-of-keys-float32",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.cuda_aot_more] * (name in PARTS)) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.cuda_aot_more] * (name in COVERED_BY_OTHERS)) for name in CASES]
 )
 def test_lowers_forward_and_backward(name, monkeypatch):
     arrays, options = arguments(**CASES[name])
@@ -119,28 +119,29 @@ def test_lowers_forward_and_backward(name, monkeypatch):
         outputs, residuals = mosaic_gpu.IMPLEMENTATION.forward(call, config)
         return outputs, mosaic_gpu.IMPLEMENTATION.backward(call, residuals, outputs, config)
 
-    may_be_one = CASES[name]["D"] == 128 and mosaic_gpu.CAN_ADD and not {"bias", "dropout_prob"} & set(CASES[name])
-    for same_bits in (False, True) if may_be_one else (True,):
+    refused = CASES[name]["D"] != 128 or {"bias", "dropout_prob"} & set(CASES[name])
+    may_fuse = mosaic_gpu.CAN_ADD_TO_INPUT and not refused
+    for same_bits in (False, True) if may_fuse else (True,):
         kind = {"fused": True} if not same_bits else {}
-        kind |= {"ordered": "ordered" in name}
+        kind |= {"longest_first": "longest-first" in name}
         with deterministic(same_bits):
             text = jax.jit(lambda *x: both(*x)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
         kernels = {"forward", "dq", "dkv"} if same_bits else {"forward", "bwd"}
         assert set(re.findall(r"softmax_(\w+?)_mosaic_gpu", text)) == kernels
-        assert text.count("stablehlo.optimization_barrier") >= 2 * len(kernels)  # around each, see `apart`
+        assert text.count("stablehlo.optimization_barrier") >= 2 * len(kernels)  # around each, see `fusion_barrier`
 
 
 THREE = {"warpgroups": 3}
-OTHER_WAYS = {"D64-two": ("D64", {"warpgroups": 2}), "D64-three-bias": ("D64-bias", THREE)}
+OTHER_CONFIGS = {"D64-two": ("D64", {"warpgroups": 2}), "D64-three-bias": ("D64-bias", THREE)}
 FUSED_D64 = {"fused": True, "dkv_block_q": 128, "dkv_stages": 2}
-if mosaic_gpu.CAN_ADD:
-    OTHER_WAYS["D64-fused"] = "D64-many-tiles", FUSED_D64
-    OTHER_WAYS["D128-fused"] = "D128-many-tiles-causal", {"fused": True}
+if mosaic_gpu.CAN_ADD_TO_INPUT:
+    OTHER_CONFIGS["D64-fused"] = "D64-many-tiles", FUSED_D64
+    OTHER_CONFIGS["D128-fused"] = "D128-many-tiles-causal", {"fused": True}
 
 
-@pytest.mark.parametrize("name", OTHER_WAYS)
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
 def test_lowers_what_is_no_default(name, monkeypatch):
-    case, way = OTHER_WAYS[name]
+    case, way = OTHER_CONFIGS[name]
     arrays, options = arguments(**CASES[case])
     monkeypatch.setattr(triton, "bias_gradient", lambda call, *_: jnp.zeros(call["bias"].shape))
 
@@ -174,30 +175,43 @@ def test_refuses_what_it_has_no_room_for(case, way, reason):
     call = canonicalise(*arrays, **options).on(HOPPER)
     with deterministic(False):
         reasons = mosaic_gpu.unsupported_config(call, replace(mosaic_gpu.default_config(call), **way))
-    assert any(reason in found for found in reasons), reasons
+    assert any(reason in given for given in reasons), reasons
 
 
-def test_two_or_three_warpgroups_compute():
+def test_two_or_three_consumers():
     with pytest.raises(ValueError, match="warpgroups=4 must be 2 or 3"):
         mosaic_gpu.Config(warpgroups=4)
 
 
-def test_many_tiles_of_documents_are_put_in_order():
-    def ordered(**kind):
+def test_many_tiles_of_documents_go_longest_first():
+    def longest_first(**kind):
         arrays, options = arguments(causal=True, **kind)
-        found = []
+        configs = []
 
-        def look(*arrays):
-            found.append(mosaic_gpu.default_config(canonicalise(*arrays, **options).on(HOPPER)).ordered)
+        def trace(*arrays):
+            configs.append(mosaic_gpu.default_config(canonicalise(*arrays, **options).on(HOPPER)))
             return arrays
 
-        jax.eval_shape(look, *arrays)
-        return found[0]
+        jax.eval_shape(trace, *arrays)
+        return configs[0].longest_first
 
     for D in (64, 128):
-        assert ordered(D=D, T=8192, H=32, segments=True)
-        assert not ordered(D=D, T=8192, H=32)
-        assert not ordered(D=D, T=512, H=32, segments=True)
+        assert longest_first(D=D, T=8192, H=32, segments=True)
+        assert not longest_first(D=D, T=8192, H=32)
+        assert not longest_first(D=D, T=512, H=32, segments=True)
+
+
+def coordinates(scheduler):
+    """Those of each program's tiles, (programs, most, 3), and -1 where there are no more."""
+
+    def of_program(_):
+        def put(n, tiles):
+            return tiles.at[n].set(jnp.stack(scheduler.tile_coordinates(n)))
+
+        none = jnp.full((2 * (scheduler.tiles // scheduler.programs + 1), 3), -1)
+        return jax.lax.fori_loop(0, scheduler.count(), put, none)
+
+    return np.asarray(jax.vmap(of_program, axis_name="program")(jnp.arange(scheduler.programs)))
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
@@ -211,31 +225,25 @@ def test_programs_share_the_tiles(B, T, H, cores, causal, side):
     q = jax.ShapeDtypeStruct((B, T, H, 128), jnp.bfloat16)
     tiles = -(-T // 128)
 
-    def look(query):
+    def trace(query):
         call = canonicalise(query, query, query, causal=causal).on(HOPPER)
-        runs = Runs.of(call, 128, 128, side)
-        walks.extend(Walk.of(B, H, tiles, runs, side, n) for n in (cores, 0))
+        runs = BlockRuns.of(call, 128, 128, side)
+        schedulers.extend(TileScheduler.of(B, H, tiles, runs, side, n) for n in (cores, 0))
         return query
 
-    walks: list[Walk] = []
-    jax.eval_shape(look, q)
-    walk, unknown = walks
-    assert walk.single == ((B, T) == (1, 5120) and not causal)
-    assert unknown.single and unknown.programs == B * H * tiles
-    walk = replace(walk, read=walk.order().get("order"))
-
-    def mine(_):
-        return jax.lax.fori_loop(0, walk.count(), lambda n, found: found.at[n].set(jnp.stack(walk.place(n))), empty)
-
-    empty = jnp.full((2 * (walk.units // walk.programs + 1), 3), -1)
-    found = np.asarray(jax.vmap(mine, axis_name="program")(jnp.arange(walk.programs)))
-    taken = found[found[..., 0] >= 0]
+    schedulers: list[TileScheduler] = []
+    jax.eval_shape(trace, q)
+    scheduler, without_cores = schedulers
+    assert scheduler.one_tile_each == ((B, T) == (1, 5120) and not causal)
+    assert without_cores.one_tile_each and without_cores.programs == B * H * tiles
+    tiles_of = coordinates(replace(scheduler, table_ref=scheduler.table().get("program_tiles")))
+    taken = tiles_of[tiles_of[..., 0] >= 0]
     assert len(taken) == len(np.unique(taken, axis=0)) == B * H * tiles
     assert (taken.max(0) == (B - 1, H - 1, tiles - 1)).all()
-    if not walk.single:
+    if not scheduler.one_tile_each:
         blocks = np.arange(1, tiles + 1) if causal else np.ones(tiles)
         blocks = blocks[::-1] if side == "k" else blocks
-        work = np.where(found[..., 0] >= 0, blocks[found[..., 2]], 0).sum(1)
+        work = np.where(tiles_of[..., 0] >= 0, blocks[tiles_of[..., 2]], 0).sum(1)
         assert work.max() <= (1.04 if B * H * tiles > 8 * cores else 1.12) * work.mean()
 
 
@@ -248,27 +256,19 @@ def test_programs_share_tiles_of_unknown_length(shape, side):
     first = rng.integers(0, 5, (*shape, tiles))
     bounds = np.stack([first, first, first, first + rng.integers(0, 40, first.shape)], -1).astype(np.int32)
     heads = H if side == "q" else Hkv
-    walk = Walk.of(B, heads, tiles, Runs(None, True, True, True), side, cores, ordered=True)
-    assert walk.ordered and walk.programs == cores
-    walk = replace(walk, read=walk.order(jnp.asarray(bounds))["order"])
-
-    def mine(_):
-        def put(n, found):
-            return found.at[n].set(jnp.stack(walk.place(n)))
-
-        return jax.lax.fori_loop(0, walk.count(), put, jnp.full((walk.units // cores + 1, 3), -1))
-
-    found = np.asarray(jax.vmap(mine, axis_name="program")(jnp.arange(cores)))
-    taken = found[found[..., 0] >= 0]
+    scheduler = TileScheduler.of(B, heads, tiles, BlockRuns(None, True, True, True), side, cores, sort=True)
+    assert scheduler.longest_first and scheduler.programs == cores
+    tiles_of = coordinates(replace(scheduler, table_ref=scheduler.table(jnp.asarray(bounds))["program_tiles"]))
+    taken = tiles_of[tiles_of[..., 0] >= 0]
     assert len(taken) == len(np.unique(taken, axis=0)) == B * heads * tiles
     blocks = np.broadcast_to(bounds[..., 3] - bounds[..., 0], (B, H, tiles))
     blocks = blocks if side == "q" else blocks.reshape(B, Hkv, H // Hkv, tiles).sum(2)
-    work = np.where(found[..., 0] >= 0, blocks[tuple(np.moveaxis(found, -1, 0))], 0).sum(1)
+    work = np.where(tiles_of[..., 0] >= 0, blocks[tuple(np.moveaxis(tiles_of, -1, 0))], 0).sum(1)
     assert work.max() - work.min() <= blocks.max()
 
 
 ONE_KERNEL = [(128, {"fused": True}), (64, {"fused": True, "dkv_block_q": 128, "dkv_stages": 2})]
-ONE_KERNEL = ONE_KERNEL if mosaic_gpu.CAN_ADD else []
+ONE_KERNEL = ONE_KERNEL if mosaic_gpu.CAN_ADD_TO_INPUT else []
 BIASED = [(D, {"bias": bias(rows, 256)}) for D in (64, 96, 128) for rows in (1, 256)]
 BIASED += [(256, {"bias": bias(1, 256)})]
 
@@ -287,7 +287,8 @@ def test_shared_memory_is_what_the_kernels_allocate(D, kind, monkeypatch):
     arrays, options = arguments(D, causal=True, bias=bias)
     allocated = {}
 
-    def record(body, *, out_type, scratch, programs, name, **_):
+    def record(kernel, *, out_type, name, **_):
+        scratch = kernel.scratch()
         barriers = [x.num_barriers for x in scratch.values() if isinstance(x, plgpu.Barrier)]
         tiles = [math.prod(x.shape) * x.dtype.itemsize for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
         kilobytes = 1 + sum(-(-size // 1024) for size in tiles)
@@ -321,10 +322,10 @@ def test_a_config_that_does_not_fit_is_refused(D):
     assert mosaic_gpu.unsupported_config(call, config) == []
     (reason,) = mosaic_gpu.unsupported_config(call, replace(config, block_k=256, stages=4))[:1]
     assert "forward kernel needs" in reason and "232448" in reason
-    found = mosaic_gpu.search_space(call)
-    assert found[0] == config and len(set(found)) == len(found)
-    assert all(mosaic_gpu.unsupported_config(call, other) == [] for other in found)
-    assert {other.persistent for other in found} == {True, False}
+    configs = mosaic_gpu.search_space(call)
+    assert configs[0] == config and len(set(configs)) == len(configs)
+    assert all(mosaic_gpu.unsupported_config(call, other) == [] for other in configs)
+    assert {other.persistent for other in configs} == {True, False}
 
 
 def test_a_batch_may_pass_the_limit_of_a_second_grid_dimension():
@@ -339,7 +340,7 @@ def test_a_batch_may_pass_the_limit_of_a_second_grid_dimension():
 
 
 @pytest.mark.parametrize("shape", [(70000, 1, 1, 16), (1, 1, 16, 1), (70000, 1, 16, 16)], ids=str)
-def test_so_may_that_of_a_bias(shape):
+def test_so_may_a_batch_of_biases(shape):
     q, bias = jax.ShapeDtypeStruct((70000, 16, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def gradient(query, bias):
@@ -356,19 +357,19 @@ def test_the_backward_that_adds_in_any_order_is_taken_unless_the_same_bits_are_a
     with deterministic(False):
         config = mosaic_gpu.default_config(call)
         assert not mosaic_gpu.default_config(canonicalise(x, x, x, causal=True).on(HOPPER)).fused
-        assert config.fused == (D in (64, 128) and mosaic_gpu.CAN_ADD)
+        assert config.fused == (D in (64, 128) and mosaic_gpu.CAN_ADD_TO_INPUT)
         reasons = mosaic_gpu.unsupported_config(call, replace(config, dkv_stages=2, fused=True))
         assert any("for head dims 64 and 128" in reason for reason in reasons) == (D not in (64, 128))
         assert ("any order" in mosaic_gpu.remark(call, config)) == config.fused
     with deterministic():
-        careful = mosaic_gpu.default_config(call)
-        assert not careful.fused
-        assert ("two kernels" in mosaic_gpu.remark(call, careful)) == config.fused
+        two_kernels = mosaic_gpu.default_config(call)
+        assert not two_kernels.fused
+        assert ("two kernels" in mosaic_gpu.remark(call, two_kernels)) == config.fused
         reasons = mosaic_gpu.unsupported_config(call, replace(config, fused=True))
         assert any("the same bits" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("fused", [True, False] if mosaic_gpu.CAN_ADD else [False])
+@pytest.mark.parametrize("fused", [True, False] if mosaic_gpu.CAN_ADD_TO_INPUT else [False])
 def test_lowers_the_backward_inside_a_shard_map(fused):
     """What a kernel adds to must not leave it as a reference: a shard_map could not hold it."""
     arrays, _ = arguments(128)
@@ -376,7 +377,7 @@ def test_lowers_the_backward_inside_a_shard_map(fused):
 
     def gradients(query, key, value):
         call = canonicalise(query, key, value).on(HOPPER)
-        chosen = plan(FLASH_ATTENTION, call, "pallas", {"dq_slots": 6, "fused": fused})
+        chosen = plan(FLASH_ATTENTION, call, "pallas", {"dq_stages": 6, "fused": fused})
         return jax.grad(lambda arrays: execute(chosen, arrays)["out"].astype(jnp.float32).sum())(call.arrays)
 
     split = jax.shard_map(gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)

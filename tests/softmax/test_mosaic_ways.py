@@ -30,14 +30,14 @@ def config_of(case: Case, way: str) -> mosaic_gpu.Config | None:
         return None
     default, block = mosaic_gpu.default_config(call), {}
     if way == "fused":
-        block["dkv_block_q"] = mosaic_gpu.BLOCKS.get(mosaic_gpu.width(call), 64)
+        block["dkv_block_q"] = mosaic_gpu.BLOCK_Q.get(mosaic_gpu.tile_head_dim(call), 64)
     config = replace(default, **block, **WAYS[way])
     return None if config == default or mosaic_gpu.unsupported_config(call, config) else config
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_has_cases(way):
-    if way == "fused" and not mosaic_gpu.CAN_ADD:
+    if way == "fused" and not mosaic_gpu.CAN_ADD_TO_INPUT:
         assert not any(config_of(case, way) for case in WIDE)
     else:
         assert sum(config_of(case, way) is not None for case in WIDE) >= 4
@@ -103,7 +103,7 @@ def test_logits_far_beyond_those_of_the_first_block(D, causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["window", "packed", "sinks"])
 def test_maxima_that_follow_far_logits(mask):
-    """What was summed beside maxima of before is not lost where later ones pass these by far."""
+    """Running sums are not lost where later maxima pass those before by far."""
     options = {"causal": True} | ({"sliding_window": 600} if mask == "window" else {})
     case = Case("passed", B=1, T=700, D=128, dtype="bfloat16", sinks="H" if mask == "sinks" else "", options=options)
     case = replace(case, cum_q=(0, 20, 700)) if mask == "packed" else case

@@ -1,6 +1,7 @@
-"""The second attempt of a Mosaic GPU kernel that left a nan.
+"""The second attempt of a Mosaic GPU kernel whose outputs hold a nan.
 
-What a mask may hide is then scrubbed before it is summed, and a forward that did without maxima computes them.
+What a mask may hide is then made finite before it is summed, and a forward that assumed the running maximum of a row's
+first blocks computes maxima.
 """
 
 import operator
@@ -14,122 +15,125 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.softmax.mosaic_gpu.tiles import COL, ROW, WGMMA, copy_parts, load, zeros
+from ejkernel.kernels.softmax.mosaic_gpu.private_mosaic import COL, ROW, WGMMA, load
+from ejkernel.kernels.softmax.mosaic_gpu.tiles import copy_sub_blocks, zeros
 
 
-def retry_scratch(needed: bool, flags: int, columns: int, parts: int, groups: int = 2) -> dict[str, Any]:
-    """What `attempts` and scrubbing share.
+def retry_scratch(needed: bool, stages: int, columns: int, sub_blocks: int, consumers: int = 2) -> dict[str, Any]:
+    """What `attempts` and nan-safe copies share; `stages` are those of tiles that may be made finite.
 
-    `marks` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare: whether
-    there is any nan, the nans of the rows of each of up to three compute warpgroups, and the flags of scrubbed tiles.
-    Tiles come in `parts`.
+    `nan_flags` is one array of 16-bit numbers, since shared memory comes in kilobytes and D256 has three to spare:
+    whether there is any nan, the nans of the rows of each of up to three consumers, and the flags of tiles that were
+    made finite. A tile is copied by its `sub_blocks`.
     """
     if not needed:
         return {}
     return {
-        "marks": plgpu.SMEM((4 + flags, max(64, columns)), jnp.bfloat16),
-        "reported": plgpu.Barrier(num_arrivals=groups),
-        "decided": plgpu.Barrier(),
-    } | ({"raw": plgpu.Barrier(num_arrivals=parts)} if flags else {})
+        "nan_flags": plgpu.SMEM((4 + stages, max(64, columns)), jnp.bfloat16),
+        "nans_reported": plgpu.Barrier(num_arrivals=consumers),
+        "retry_decided": plgpu.Barrier(),
+    } | ({"raw_ready": plgpu.Barrier(num_arrivals=sub_blocks)} if stages else {})
 
 
 def nans_of(scratch: dict[str, Any], w: Any) -> Any:
-    return scratch["marks"].at[1 + w, pl.ds(0, 64)]
+    return scratch["nan_flags"].at[1 + w, pl.ds(0, 64)]
 
 
-def flags_of(scratch: dict[str, Any], slot: Any, columns: int) -> Any:
-    return scratch["marks"].at[4 + slot, pl.ds(0, columns)]
+def flags_of(scratch: dict[str, Any], stage: Any, columns: int) -> Any:
+    return scratch["nan_flags"].at[4 + stage, pl.ds(0, columns)]
 
 
 def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
-    """Run attempt(scrub) with scrub false; if it left a nan anywhere, once more with scrub true.
+    """Run attempt(retry) with retry false; if it left a nan anywhere, once more with retry true.
 
-    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. Scrubbing every masked
-    tile while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All
-    warpgroups run this loop and read the same mark.
+    A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. To make every masked tile
+    finite while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All warpgroups run
+    this loop and read the same flag.
     """
-    if "decided" not in scratch:
+    if "retry_decided" not in scratch:
         attempt(False)
         return
 
     @pl.loop(0, 2)
     def _attempt(n):
-        pl.when(n == 1)(lambda: plgpu.barrier_wait(scratch["decided"]))
+        pl.when(n == 1)(lambda: plgpu.barrier_wait(scratch["retry_decided"]))
 
-        @pl.when(jnp.logical_or(n == 0, scratch["marks"][0, 0].astype(jnp.float32) != 0.0))
+        @pl.when(jnp.logical_or(n == 0, scratch["nan_flags"][0, 0].astype(jnp.float32) != 0.0))
         def _run() -> None:
             attempt(n == 1)
 
 
-def report_nans(scratch: dict[str, Any], w: Any, scrub: Any, nought: Any) -> None:
-    """Say whether this compute warpgroup's results hold a nan."""
+def report_nans(scratch: dict[str, Any], w: Any, retry: Any, nan_sums: Any) -> None:
+    """Say which rows of this consumer's outputs hold a nan: their sums are nan, all others' 0."""
 
-    def say() -> None:
-        nans_of(scratch, w)[...] = nought.astype(jnp.bfloat16)
-        plgpu.barrier_arrive(scratch["reported"])
+    def report() -> None:
+        nans_of(scratch, w)[...] = nan_sums.astype(jnp.bfloat16)
+        plgpu.barrier_arrive(scratch["nans_reported"])
 
-    if "decided" in scratch:
-        pl.when(jnp.logical_not(scrub))(say)
+    if "retry_decided" in scratch:
+        pl.when(jnp.logical_not(retry))(report)
 
 
-def decide(scratch: dict[str, Any], scrub: Any, groups: int = 2) -> None:
+def decide_retry(scratch: dict[str, Any], retry: Any, consumers: int = 2) -> None:
     """Whether there is to be another attempt. One warpgroup reduces to a scalar: Mosaic's scratch for it is shared."""
 
-    def look() -> None:
-        plgpu.barrier_wait(scratch["reported"])
-        nought = reduce(operator.add, (load(nans_of(scratch, w), ROW).astype(jnp.float32) for w in range(groups)))
-        scratch["marks"][0, 0] = jnp.where(nought.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
-        plgpu.barrier_arrive(scratch["decided"])
+    def decide() -> None:
+        plgpu.barrier_wait(scratch["nans_reported"])
+        nans = reduce(operator.add, (load(nans_of(scratch, w), ROW).astype(jnp.float32) for w in range(consumers)))
+        scratch["nan_flags"][0, 0] = jnp.where(nans.sum() == 0.0, 0.0, 1.0).astype(jnp.bfloat16)
+        plgpu.barrier_arrive(scratch["retry_decided"])
 
-    if "decided" in scratch:
-        pl.when(jnp.logical_not(scrub))(look)
+    if "retry_decided" in scratch:
+        pl.when(jnp.logical_not(retry))(decide)
 
 
-def fetch(sources: list[Any], target: Any, ready: Any, scrub: Any = None, raw: Any = None, flag: Any = None) -> None:
-    """Copy a tile that is about to be summed over its rows; scrub it, if asked, before anyone reads it."""
-    if flag is None:
-        copy_parts(sources, target, ready)
+def copy_block(
+    sources: list[Any], target: Any, ready: Any, masked: Any = None, raw_ready: Any = None, flags: Any = None
+) -> None:
+    """Copy a tile that will be summed over its rows; with `flags`, make it finite first if it is masked."""
+    if flags is None:
+        copy_sub_blocks(sources, target, ready)
         return
 
-    @pl.when(jnp.logical_not(scrub))
+    @pl.when(jnp.logical_not(masked))
     def _plain() -> None:
-        copy_parts(sources, target, ready)
+        copy_sub_blocks(sources, target, ready)
 
-    @pl.when(scrub)
-    def _scrubbed() -> None:
-        copy_parts(sources, target, raw)
-        plgpu.barrier_wait(raw)
-        scrub_tile(target, flag)
+    @pl.when(masked)
+    def _nan_safe() -> None:
+        copy_sub_blocks(sources, target, raw_ready)
+        plgpu.barrier_wait(raw_ready)
+        zero_nonfinite(target, flags)
         plgpu.commit_smem()
         for _ in sources:
             plgpu.barrier_arrive(ready)
 
 
-def scrub_tile(tile: Any, flag: Any) -> None:
-    """Zero what is not finite in a tile, and set its rows' flags: nan there, else 0.
+def zero_nonfinite(tile: Any, flags: Any) -> None:
+    """Zero what is not finite in a tile, and set its rows' flags: nan where there was some, else 0.
 
     A row that may see it gets its nan back by the flag, added to its weights (or their logits) before they are masked.
     """
     rows, D = tile.shape
     width = 64 if D % 64 == 0 else 32
     for r in range(0, rows, 64):
-        total = zeros((64,), ROW)
+        nan_sums = zeros((64,), ROW)
         for column in range(0, D, width):
-            part = tile.at[pl.ds(r, 64), pl.ds(column, width)]
-            x = load(part, WGMMA)
-            nought = x.astype(jnp.float32) * 0.0  # nan for nan and infinities
-            total += nought.sum(axis=1)
-            part[...] = jnp.where(nought == 0.0, x, jnp.zeros_like(x))
-        flag.at[pl.ds(r, 64)][...] = total.astype(jnp.bfloat16)
+            columns = tile.at[pl.ds(r, 64), pl.ds(column, width)]
+            x = load(columns, WGMMA)
+            zero_or_nan = x.astype(jnp.float32) * 0.0  # nan for nan and infinities
+            nan_sums += zero_or_nan.sum(axis=1)
+            columns[...] = jnp.where(zero_or_nan == 0.0, x, jnp.zeros_like(x))
+        flags.at[pl.ds(r, 64)][...] = nan_sums.astype(jnp.bfloat16)
 
 
-def with_flags(x: jax.Array, scratch: dict[str, Any], slots: tuple[Any, ...], scrub: Any) -> jax.Array:
-    """A tile, or a vector of its columns, with the flags of tiles that this attempt scrubbed, if it does."""
+def with_flags(x: jax.Array, scratch: dict[str, Any], stages: tuple[Any, ...], needed: Any) -> jax.Array:
+    """A tile, or a vector of its columns, with the flags of tiles that were made finite, if any were."""
 
     def flagged(x: jax.Array) -> jax.Array:
-        for slot in slots:
-            marks = load(flags_of(scratch, slot, x.shape[-1]), COL).astype(jnp.float32)
-            x += lax.broadcast_in_dim(marks, x.shape, [x.ndim - 1])
+        for stage in stages:
+            flags = load(flags_of(scratch, stage, x.shape[-1]), COL).astype(jnp.float32)
+            x += lax.broadcast_in_dim(flags, x.shape, [x.ndim - 1])
         return x
 
-    return lax.cond(scrub, flagged, lambda x: x, x)
+    return lax.cond(needed, flagged, lambda x: x, x)
