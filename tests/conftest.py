@@ -42,6 +42,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:fa4_jax|cutlass")
     # PyTorch on a CPU without bfloat16, about its own matmuls
     config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul failed:UserWarning")
+    os.environ.pop("COLUMNS", None)  # pytest-xdist's workers have 80, where tables break into lines
     if not wants_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
         given = os.environ.get("XLA_FLAGS", "")

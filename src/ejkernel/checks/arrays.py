@@ -179,10 +179,10 @@ def check_cumulative(name: str, cumulative: Any, total: int, *, of: str = "token
 
 def _out_of_order(xp: Any, cumulative: Any, total: int, sequences: Any) -> Any:
     """Which entries are out of order or range; `xp` is numpy or jax.numpy."""
-    index = xp.arange(cumulative.shape[0])
+    index = xp.arange(cumulative.shape[0], dtype=np.int32)
     before = xp.concatenate([xp.zeros(1, cumulative.dtype), cumulative[:-1]])
     bad = (cumulative < before) | (cumulative > total) | ((index == 0) & (cumulative != 0))
-    return bad if sequences is None else bad & (index <= sequences)
+    return bad if sequences is None else bad & (index <= xp.asarray(sequences).astype(np.int32))
 
 
 def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:

@@ -67,5 +67,5 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
 
 
 def _listed(reasons: list[str]) -> str:
-    """One per line; the brackets of `ejkernel-attention[fa4]` are no markup."""
+    """One per line; the brackets of an extra are no markup."""
     return escape("\n".join(f"- {reason}" for reason in reasons))

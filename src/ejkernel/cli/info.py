@@ -61,9 +61,9 @@ def platforms() -> dict[str, Works]:
             if platform not in operation.implementations:
                 continue
             refused = [refusals(operation, platform, call.on(target)) for call in operation.probes().values()]
-            if not all(refused):
+            if not refused or not all(refused):
                 operations.append(name)
             else:
-                reasons |= dict.fromkeys(refused[0] if refused else [])
+                reasons |= dict.fromkeys(refused[0])
         works[platform] = Works(operations, [] if operations else list(reasons))
     return works
