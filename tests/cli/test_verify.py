@@ -73,6 +73,17 @@ def test_every_check_can_be_sent_to_a_process():
 
 
 @pytest.mark.parametrize("family", families())
+def test_every_check_calls_its_public_function(family):
+    """Which gives outputs of the definition's shapes."""
+    for check in families()[family].checks():
+        case = verify._Case(check)
+        assert "xla" in verify.platforms_for(check)[0]
+        arrays, fixed, cotangents = case.inputs
+        ours = jax.tree.leaves(jax.eval_shape(case.public("xla"), arrays, fixed))
+        assert [x.shape for x in ours] == [x.shape for x in cotangents.values()], check.name
+
+
+@pytest.mark.parametrize("family", families())
 def test_definitions_and_peers_need_no_mode_of_the_user(family, monkeypatch):
     """They are traced and lowered in JAX's usual rules, whatever ours is checked in."""
 

@@ -5,6 +5,7 @@ dies takes a single answer with it, elsewhere threads of this process. Each keep
 and nothing is compiled any more, they take times one after another.
 """
 
+import inspect
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
@@ -143,10 +144,14 @@ class _Case:
 
     def ours(self, platform: str) -> Compiled:
         """The public function on a platform."""
-        function, static = self.family.function(self.check.operation), self.check.static
-        return self._compiled(
-            lambda a, f: function(**a, **f, **static, platform=platform), self.inputs, self.our_options
-        )
+        return self._compiled(self.public(platform), self.inputs, self.our_options)
+
+    def public(self, platform: str) -> Function:
+        """The same, not compiled. What has one platform, as `attention` does, has no such argument."""
+        function, static = self.family.function(self.check.operation), dict(self.check.static)
+        if "platform" in inspect.signature(function).parameters:
+            static["platform"] = platform
+        return lambda a, f: function(**a, **f, **static)
 
     def peer(self) -> Compiled:
         """jax.nn, which has such a thing."""
