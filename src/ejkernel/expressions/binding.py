@@ -1,0 +1,188 @@
+"""Expressions for a call: what depends on one side alone is computed once, before any kernel, and read as an operand.
+
+A kernel sees a bound expression. Its axes are "i" and "j" alone: whatever belongs to a batch row and a head lies in an
+array (B|1, H|1, ...), so that batches, heads, vmap and devices split it as they split queries. Operands are
+
+    scalar  a number for a (batch, head): slopes, temperatures, `2.0 ** -h`
+    row     a number for each query, (T,): document ids, positions, the start of what a query sees
+    column  a number for each key, (S,)
+    table   an array that is indexed by query and key together: a relative bias, a matrix
+
+each as int32 (without gradients; a bool is one) and as float32 (with). Gradients go through what was computed before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.expressions.evaluation import evaluate, gather
+from ejkernel.expressions.nodes import (
+    BOOL,
+    CONST,
+    FLOAT,
+    INT,
+    LOAD,
+    SCORE,
+    TRANSCENDENTAL,
+    Expression,
+    apply,
+    const,
+    load,
+    lookup,
+    nodes,
+    operand,
+    rebuilt,
+    rewritten,
+)
+
+Kind = Literal["scalar", "row", "column"]
+KINDS: tuple[Kind, ...] = ("scalar", "row", "column")
+
+# the arrays of a bound expression, to their dimensions: (batch, head, number of the operand, index)
+OPERAND_ARRAYS = {
+    f"{dtype}_{kind}s": f"B H {dtype[0].upper()}{kind[0].upper()}* {index}".strip()
+    for dtype in ("int", "float")
+    for kind, index in (("scalar", ""), ("row", "T"), ("column", "S"), ("table", ""))
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An expression, and the arrays that its loads name: (B|1, ...), the first index of a load is that of the batch."""
+
+    expression: Expression
+    arrays: tuple[Any, ...] = ()
+
+    def __and__(self, other: "Rule") -> "Rule":
+        theirs = renumbered(other.expression, len(self.arrays))
+        return Rule(self.expression & theirs, (*self.arrays, *other.arrays))
+
+    def __or__(self, other: "Rule") -> "Rule":
+        theirs = renumbered(other.expression, len(self.arrays))
+        return Rule(self.expression | theirs, (*self.arrays, *other.arrays))
+
+
+jax.tree_util.register_dataclass(Rule, data_fields=["arrays"], meta_fields=["expression"])
+
+
+def renumbered(expression: Expression, by: int) -> Expression:
+    """The expression with its arrays counted from a later number on."""
+    def later(node: Expression) -> Expression | None:
+        return load(node.data + by, node.args, node.dtype) if node.name == LOAD else None  # pyright: ignore
+
+    return rewritten(expression, later) if by else expression
+
+
+class Sizes(NamedTuple):
+    """Of a call: batch, query heads, queries and keys."""
+
+    B: int
+    H: int
+    T: int
+    S: int
+
+
+def kind_of(node: Expression) -> Kind | None:
+    """Which operand a node could be: None where it depends on query and key together, or on the score."""
+    if SCORE in node.axes or {"i", "j"} <= node.axes:
+        return None
+    return "row" if "i" in node.axes else "column" if "j" in node.axes else "scalar"
+
+
+def worth_binding(node: Expression) -> bool:
+    """Whether a kernel could not compute a node, or would compute it dearly in every tile."""
+    return any(n.name in (LOAD, *TRANSCENDENTAL) or n.axes & {"b", "h"} for n in nodes(node))
+
+
+class Binder:
+    """Binds expressions of one call, which share operands."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.operands: dict[tuple[str, str], dict[Any, jax.Array]] = {}
+
+    def bound(self, rule: Rule) -> Expression:
+        """The bound expression of a rule."""
+        done: dict[Expression, Expression] = {}
+
+        def visit(node: Expression) -> Expression:
+            if node not in done:
+                kind = kind_of(node)
+                if kind is not None and node.name != CONST and worth_binding(node):
+                    done[node] = self._operand(kind, node, rule.arrays)
+                elif node.name == LOAD:
+                    done[node] = self._lookup(node, rule.arrays, visit)
+                else:
+                    done[node] = rebuilt(node, tuple(map(visit, node.args))) if node.args else node
+            return done[node]
+
+        return visit(rule.expression)
+
+    def _operand(self, kind: Kind, node: Expression, arrays: Sequence[Any]) -> Expression:
+        dtype = FLOAT if node.dtype == FLOAT else INT
+        pool = self.operands.setdefault((dtype, kind), {})
+        key = (node, tuple(id(arrays[n.data]) for n in nodes(node) if n.name == LOAD))  # pyright: ignore
+        if key not in pool:
+            length = {"row": (self.sizes.T,), "column": (self.sizes.S,)}.get(kind, ())
+            value = jnp.asarray(self._value(node, arrays), dtype)
+            value = value.reshape((1,) * (3 - value.ndim) + value.shape)
+            value = jnp.broadcast_to(value, (*value.shape[:2], *length)) if length else value[:, :, 0]
+            pool[key] = value
+        found = operand(kind, list(pool).index(key), dtype)
+        return _nonzero(found) if node.dtype == BOOL else found
+
+    def _value(self, node: Expression, arrays: Sequence[Any]) -> Any:
+        """Over (batch, head, index), each of size 1 where nothing depends on it."""
+        B, H, T, S = self.sizes
+        axes = {
+            "b": jnp.arange(B, dtype=jnp.int32)[:, None, None],
+            "h": jnp.arange(H, dtype=jnp.int32)[:, None],
+            "i": jnp.arange(T, dtype=jnp.int32),
+            "j": jnp.arange(S, dtype=jnp.int32),
+        }
+        return evaluate(node, axes, load=lambda n, index: gather(arrays[n.data], _batch_free(arrays[n.data], index)))
+
+    def _lookup(self, node: Expression, arrays: Sequence[Any], visit: Any) -> Expression:
+        """A load whose indices depend on query and key; those that do not choose a part of the array beforehand."""
+        array, dtype = arrays[node.data], FLOAT if node.dtype == FLOAT else INT  # pyright: ignore
+        fixed = [n for n, index in enumerate(node.args) if not index.axes & {"i", "j"}]
+        free = [n for n in range(array.ndim) if n not in fixed]
+        chosen = [self._value(node.args[n], arrays) for n in fixed]
+        chosen = [x if jnp.ndim(x) == 0 else jnp.reshape(x, (1,) * (3 - x.ndim) + x.shape)[..., 0] for x in chosen]
+        moved = jnp.transpose(array, (*fixed, *free))
+        leading = _batch_free(array, chosen) if fixed[:1] == [0] else chosen
+        clamped = [jnp.clip(i, 0, moved.shape[n] - 1) for n, i in enumerate(leading)]
+        part = moved[tuple(clamped)] if clamped else moved
+        shape = tuple(array.shape[n] for n in free)
+        part = part.reshape((*(1,) * (2 + len(shape) - part.ndim), *part.shape))
+        pool = self.operands.setdefault((dtype, "table"), {})
+        key = (id(array), tuple(node.args[n] for n in fixed), shape)
+        pool.setdefault(key, part.astype(dtype).reshape(*part.shape[:2], prod(shape)))
+        offset = sum(x.shape[2] for x in list(pool.values())[: list(pool).index(key)])
+        found = lookup(offset, shape, tuple(visit(node.args[n]) for n in free), dtype)
+        return _nonzero(found) if node.dtype == BOOL else found
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The operands of all expressions that were bound, by `OPERAND_ARRAYS`."""
+        packed = {}
+        for (dtype, kind), pool in self.operands.items():
+            parts = list(pool.values())
+            B, H = (max(x.shape[n] for x in parts) for n in (0, 1))
+            parts = [jnp.broadcast_to(x, (B, H, *x.shape[2:])) for x in parts]
+            joined = jnp.concatenate(parts, 2) if kind == "table" else jnp.stack(parts, 2)
+            packed[f"{'float' if dtype == FLOAT else 'int'}_{kind}s"] = joined
+        return packed
+
+
+def _nonzero(x: Expression) -> Expression:
+    """A bool that is kept as a number."""
+    return apply("ne", x, const(0, x.dtype))
+
+
+def _batch_free(array: Any, index: Sequence[Any]) -> Sequence[Any]:
+    """Indices of which that of the batch is 0 where there is one row."""
+    return (0, *index[1:]) if array.shape[0] == 1 else index
