@@ -146,7 +146,7 @@ SCORES: dict[str, Callable[[Sizes], Callable[..., Any]]] = {
     "relative": _relative,
     "forgetting": _forgetting,
     "temperature": _temperature,
-    "matrix": _matrix_bias,
+    "matrix-bias": _matrix_bias,
     "log-distance": lambda sizes: lambda score, b, h, i, j: score - jnp.log1p(jnp.abs(i - j) * 1.0),
     "gated": lambda sizes: lambda score, b, h, i, j: jnp.where(i > j + 3, score * jax.nn.sigmoid(score), score),
 }

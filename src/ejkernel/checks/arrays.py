@@ -195,6 +195,14 @@ def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:
     return array if array.ndim == 2 else array[None]
 
 
+def limits(name: str, x: ArrayInput, length: int) -> jax.Array:
+    """Integers (B|1, length) or (B|1, H|1, length)."""
+    array = integers(name, x, 1, 2, 3)
+    if array.shape[-1] != length:
+        raise ValueError(f"{name} {array.shape} must have one number for each of {length} tokens in its last dimension")
+    return jnp.asarray(array[None] if array.ndim == 1 else array, jnp.int32)
+
+
 def common_batch(sizes: dict[str, int]) -> int:
     """The batch size that all parts broadcast to; sizes are that or 1."""
     batch = 0 if 0 in sizes.values() else max(sizes.values(), default=1)

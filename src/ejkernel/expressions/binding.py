@@ -11,7 +11,7 @@ array (B|1, H|1, ...), so that batches, heads, vmap and devices split it as they
 each as int32 (without gradients; a bool is one) and as float32 (with). Gradients go through what was computed before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -28,7 +28,11 @@ from ejkernel.expressions.nodes import (
     LOAD,
     SCORE,
     TRANSCENDENTAL,
+    B,
     Expression,
+    H,
+    I,
+    J,
     apply,
     const,
     load,
@@ -37,6 +41,7 @@ from ejkernel.expressions.nodes import (
     operand,
     rebuilt,
     rewritten,
+    substituted,
 )
 
 Kind = Literal["scalar", "row", "column"]
@@ -75,6 +80,57 @@ def renumbered(expression: Expression, by: int) -> Expression:
         return load(node.data + by, node.args, node.dtype) if node.name == LOAD else None  # pyright: ignore
 
     return rewritten(expression, later) if by else expression
+
+
+def with_indices(rule: Rule, q: Any, k: Any) -> Rule:
+    """The rule with other numbers (B|1, T) and (B|1, S) for the indices of queries and keys."""
+    first = len(rule.arrays)
+    at = {I: load(first, (B, I), INT), J: load(first + 1, (B, J), INT)}
+    return Rule(substituted(rule.expression, at), (*rule.arrays, q, k))
+
+
+def distance(q_pos: Any, kv_pos: Any, offset: int) -> Rule:
+    """Key position minus query position: explicit ones (B|1, T) and (B|1, S), or indices whose ends are aligned."""
+    if q_pos is None:
+        return Rule(J - (I + offset))
+    return Rule(load(1, (B, J), INT) - load(0, (B, I), INT), (q_pos, kv_pos))
+
+
+def full_rank(rule: Rule) -> Rule:
+    """The rule with the batch axis of each array, which it lacks inside a vmap, and of which it has two after."""
+    ranks = {node.data: len(node.args) for node in nodes(rule.expression) if node.name == LOAD}
+
+    def one(x: Any, rank: int) -> Any:
+        if x.ndim == rank:
+            return x
+        return x[None] if x.ndim < rank else x.reshape(-1, *x.shape[x.ndim - rank + 1 :])
+
+    return Rule(rule.expression, tuple(one(x, ranks.get(n, x.ndim)) for n, x in enumerate(rule.arrays)))
+
+
+def head_counts(rule: Rule) -> set[int]:
+    """How many heads its arrays have that are indexed by head."""
+    loads = [node for node in nodes(rule.expression) if node.name == LOAD]
+    sizes = {rule.arrays[node.data].shape[n] for node in loads for n, index in enumerate(node.args) if index is H}  # pyright: ignore
+    return sizes - {1}
+
+
+def has_single_head(rule: Rule) -> bool:
+    """Whether heads only index arrays, each of which has one."""
+    loads = [node for node in nodes(rule.expression) if node.name == LOAD]
+    used = [node for node in nodes(rule.expression) if H in node.args and node.name != LOAD]
+    sizes = [rule.arrays[node.data].shape[n] for node in loads for n, index in enumerate(node.args) if index is H]  # pyright: ignore
+    return not used and rule.expression is not H and set(sizes) == {1}
+
+
+def rule_value(rule: Rule, axes: Mapping[str, Any]) -> Any:
+    """The value of a rule at indices "b", "h", "i", "j" that broadcast against each other."""
+
+    def read(node: Expression, index: tuple[Any, ...]) -> Any:
+        array = rule.arrays[node.data]  # pyright: ignore[reportArgumentType]
+        return gather(array, _batch_free(array, index))
+
+    return evaluate(rule.expression, axes, load=read)
 
 
 class Sizes(NamedTuple):
@@ -137,14 +193,9 @@ class Binder:
 
     def _value(self, node: Expression, arrays: Sequence[Any]) -> Any:
         """Over (batch, head, index), each of size 1 where nothing depends on it."""
-        B, H, T, S = self.sizes
-        axes = {
-            "b": jnp.arange(B, dtype=jnp.int32)[:, None, None],
-            "h": jnp.arange(H, dtype=jnp.int32)[:, None],
-            "i": jnp.arange(T, dtype=jnp.int32),
-            "j": jnp.arange(S, dtype=jnp.int32),
-        }
-        return evaluate(node, axes, load=lambda n, index: gather(arrays[n.data], _batch_free(arrays[n.data], index)))
+        b, h, i, j = (jnp.arange(n, dtype=jnp.int32) for n in self.sizes)
+        axes = {"b": b[:, None, None], "h": h[:, None], "i": i, "j": j}
+        return rule_value(Rule(node, tuple(arrays)), axes)
 
     def _lookup(self, node: Expression, arrays: Sequence[Any], visit: Any) -> Expression:
         """A load whose indices depend on query and key; those that do not choose a part of the array beforehand."""
@@ -171,8 +222,8 @@ class Binder:
         packed = {}
         for (dtype, kind), pool in self.operands.items():
             parts = list(pool.values())
-            B, H = (max(x.shape[n] for x in parts) for n in (0, 1))
-            parts = [jnp.broadcast_to(x, (B, H, *x.shape[2:])) for x in parts]
+            leading = tuple(max(x.shape[n] for x in parts) for n in (0, 1))
+            parts = [jnp.broadcast_to(x, (*leading, *x.shape[2:])) for x in parts]
             joined = jnp.concatenate(parts, 2) if kind == "table" else jnp.stack(parts, 2)
             packed[f"{'float' if dtype == FLOAT else 'int'}_{kind}s"] = joined
         return packed

@@ -1,5 +1,6 @@
 """Memory-efficient exact attention."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,9 @@ def flash_attention(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: bool = False,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    alibi_slopes: Float[Array, "..."] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -41,7 +45,8 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention that never forms the matrix of logits.
 
-    The logits are `scale * q.k`, plus bias, through the soft cap, then masked; sinks join the denominator once.
+    The logits are `scale * q.k`, plus bias, through the soft cap, ALiBi and the score function, then masked; sinks join
+    the denominator once.
     A row with nothing to attend to gives zeros, `lse = -inf` and zero gradients.
 
     Args:
@@ -66,6 +71,12 @@ def flash_attention(
             operands; None is close to float32 everywhere.
         logits_dtype: the logits are rounded to it (None: float32) before the softmax, which is float32 always.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32; `(H, T)` for a query `(T, H, D)`.
+        mask_fn: `(b, h, i, j) -> bool`, traced on int32 scalars (batch, query head, query, key): what a query sees, of
+            what the rest of the mask shows. Blocks that it hides are not visited. It may index arrays that it closes
+            over. With `cum_seqlens_q`, i and j count inside each sequence; else they are plain indices.
+        score_fn: `(score, b, h, i, j) -> score`, likewise: what is done to a logit, after bias and soft cap. Arrays of
+            floats that it closes over have gradients.
+        alibi_slopes: `(H,)` or `(B, H)`: `-slope * |distance|` is added to the capped logits; has a gradient.
         platform: None or "auto", "xla", "triton", "pallas", "cudnn", "cute".
         cfg: the platform's `Config`, or a dict of its fields.
         mesh: devices to split the call over, with `in_specs`; alone, the device it is compiled for.
@@ -101,6 +112,9 @@ def flash_attention(
         precision=precision,
         logits_dtype=logits_dtype,
         return_lse=return_lse,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        alibi_slopes=alibi_slopes,
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     outputs = run(FLASH_ATTENTION, call, platform=platform, cfg=cfg, shards=split)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,13 +21,19 @@ from ejkernel.checks.arrays import (
     cumulative_lengths,
     integers,
     lengths_array,
+    limits,
     rows,
 )
 from ejkernel.checks.options import static_int
+from ejkernel.expressions.binding import Rule
+from ejkernel.expressions.nodes import INT, B, I, J, load, substituted
+from ejkernel.expressions.tracing import traced
 from ejkernel.types import segments
 from ejkernel.types.conversions import mask_to_segment_ids, segment_ids_to_mask
-from ejkernel.types.mask_algebra import both, chunked, intersect, same, unite
+from ejkernel.types.mask_algebra import chunked, intersect, same, unite
 from ejkernel.types.mask_fields import ARRAY_FIELDS, STATIC_FIELDS, MaskFields, with_rank
+from ejkernel.types.mask_rules import both as both_rules
+from ejkernel.types.mask_rules import bounds_rule, causal_rule
 from ejkernel.types.pattern import BlockPattern
 from ejkernel.types.shardings import mask_shardings
 from ejkernel.types.slices import at_tokens, last_tokens
@@ -47,11 +54,8 @@ PUBLIC_NAMES = {
 class MaskInfo(MaskFields):
     """Which keys each query sees: everything that all of the parts below allow. `MaskInfo(T, S)` allows everything.
 
-    Segments, lengths, causality, windows, chunks and block patterns stay symbolic; `is_symbolic` and the repr say
-    whether a mask holds a T x S array. One is made only by `attention_mask`, `bias`, `|` of masks whose union is not
-    one of these parts (see there), `apply_token_type_ids(combine="union")`, `apply_causal` with an offset that is
-    traced or of each row, `apply_kv_lengths` where it cuts a block pattern, a second chunk that does not nest with the
-    first, and `&` of masks whose bands or chunks rest on different positions or whose pattern block sizes do not nest.
+    All of it is a description: a T x S array is made only by `attention_mask` and `bias`, and where
+    `apply_kv_lengths` cuts a block pattern; `is_symbolic` and the repr say whether a mask holds one.
 
     Positions decide causality, windows and chunks: the explicit ones where given, else plain indices with the ends
     aligned (query `i` stands at `i + S - T`, key `j` at `j`).
@@ -66,6 +70,7 @@ class MaskInfo(MaskFields):
         q_pos, kv_pos: explicit positions (B|1, T) and (B|1, S) int32.
         dense: bool (B|1, H|1, T, S).
         pattern: BlockPattern with blocks (B|1, H|1, nq, nk).
+        rule: an expression of indices, with the arrays it reads: functions, bounds, and what the other parts cannot say.
         band: (lo, hi), keeps `lo <= k_pos - q_pos <= hi`; None is unbounded.
         chunk: keeps `q_pos // chunk == k_pos // chunk`.
         cross: queries and keys were described apart, so they are not known to be the same tokens.
@@ -235,13 +240,104 @@ class MaskInfo(MaskFields):
         ranks = jax.random.permutation(jax.random.key(seed), ranks, axis=1, independent=True)
         return cls(T, S, dense=(ranks >= round(sparsity * T * S)).reshape(B, 1, T, S), cross=T != S)
 
+    @classmethod
+    def from_function(
+        cls, mask_fn: Callable[..., Any], *, q_len: int, kv_len: int | None = None, batch_size: int = 1
+    ) -> "MaskInfo":
+        """What a function of `(b, h, i, j)` shows: int32 scalars, of batch row, query head, query and key, to a bool.
+
+        The function is traced once, under `jit` too. Indices are plain ones, from 0. It may index arrays that it closes
+        over, of any shape; its program is the same for other values in them. Kernels skip blocks of keys that it
+        hides, forward and backward, and compute the mask where it hides some, without an array of pairs.
+
+        Args:
+            mask_fn: the function.
+            q_len, kv_len: T and S.
+            batch_size: how many rows there are to read, where the function uses `b`; a call has its own.
+
+        >>> lengths = jnp.array([1, 3])  # a prefix that all see, in each row
+        >>> mask = MaskInfo.from_function(lambda b, h, i, j: (j <= i) | (j < lengths[b]), q_len=3, batch_size=2)
+        >>> mask.attention_mask.shape
+        (2, 1, 3, 3)
+        """
+        T = static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
+        mask = cls(T, S, cross=T != S).apply_function(mask_fn)
+        count = static_int("batch_size", batch_size, 1)
+        if count == 1 or mask.rule is None:
+            return mask
+        row = load(len(mask.rule.arrays), (B,), INT)
+        rule = Rule(substituted(mask.rule.expression, {B: row}), (*mask.rule.arrays, jnp.arange(count, dtype=jnp.int32)))
+        return dataclasses.replace(mask, rule=rule)
+
+    @classmethod
+    def from_bounds(
+        cls, starts: ArrayInput | None = None, ends: ArrayInput | None = None, *, q_len: int, kv_len: int | None = None
+    ) -> "MaskInfo":
+        """Query i sees the keys in `[starts[i], ends[i])`, by index.
+
+        Args:
+            starts, ends: int (T,), (B, T) or (B, H, T); None leaves that side open.
+            q_len, kv_len: T and S.
+
+        >>> MaskInfo.from_bounds([0, 1, 1], [2, 2, 3], q_len=3).attention_mask[0, 0].astype(int).tolist()
+        [[1, 1, 0], [0, 1, 0], [0, 1, 1]]
+        """
+        T = static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
+        return cls(T, S, cross=T != S).apply_bounds(starts, ends)
+
+    @classmethod
+    def from_key_bounds(
+        cls, starts: ArrayInput | None = None, ends: ArrayInput | None = None, *, q_len: int, kv_len: int | None = None
+    ) -> "MaskInfo":
+        """Key j is seen by the queries in `[starts[j], ends[j])`, by index.
+
+        Args:
+            starts, ends: int (S,), (B, S) or (B, H, S); None leaves that side open.
+            q_len, kv_len: T and S.
+
+        >>> MaskInfo.from_key_bounds([0, 1, 1], [3, 2, 3], q_len=3).attention_mask[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 1, 1], [1, 0, 1]]
+        """
+        T = static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
+        return cls(T, S, cross=T != S).apply_key_bounds(starts, ends)
+
+    @classmethod
+    def prefix_lm(cls, prefix_lengths: ArrayInput, *, q_len: int, kv_len: int | None = None) -> "MaskInfo":
+        """Causal, and the first `prefix_lengths` (B,) keys of each row are seen by all its queries.
+
+        >>> MaskInfo.prefix_lm([2], q_len=3).attention_mask[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+        """
+        T = static_int("q_len", q_len, 0)
+        S = T if kv_len is None else static_int("kv_len", kv_len, 0)
+        lengths = lengths_array("prefix_lengths", prefix_lengths, S)
+        return cls(T, S, cross=T != S)._with_rule(Rule((J <= I + (S - T)) | (J < load(0, (B,), INT)), (lengths,)))
+
+    @classmethod
+    def tree(cls, ends: ArrayInput) -> "MaskInfo":
+        """A tree of tokens in depth-first order: each sees its ancestors and itself.
+
+        Rollouts that share a prefix are one row: the prefix, then each rollout, whose tokens end where it ends.
+
+        Args:
+            ends: int (T,) or (B, T): one past the last token of the subtree under each token.
+
+        >>> MaskInfo.tree([4, 3, 3, 4]).attention_mask[0, 0].astype(int).tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+        """
+        x = rows("ends", ends)
+        return cls(x.shape[1], x.shape[1])._with_rule(Rule((J <= I) & (I < load(0, (B, J), INT)), (x,)))
+
     # refine
 
     def apply_causal(self, offset: ArrayInput = 0) -> "MaskInfo":
         """Also requires `k <= q + offset`, in positions.
 
         Args:
-            offset: a number; or a traced one, or one for each row (B,), which make a T x S array.
+            offset: a number; or a traced one, or one for each row (B,).
 
         >>> MaskInfo(2, 3).apply_causal().attention_mask[0, 0].astype(int).tolist()
         [[1, 1, 0], [1, 1, 1]]
@@ -252,8 +348,32 @@ class MaskInfo(MaskFields):
             return self.narrowed((None, static_int("offset", offset)))
         offsets = jnp.asarray(integers("offset", offset, 0, 1), jnp.int32).reshape(-1)
         common_batch({"mask": self.batch_size, "offset": offsets.shape[0]})
-        m = self.canonical()
-        return dataclasses.replace(self, dense=both(m.dense, m.causal_mask(offsets)))
+        return self._with_rule(causal_rule(self, offsets))
+
+    def apply_function(self, mask_fn: Callable[..., Any]) -> "MaskInfo":
+        """Also requires `mask_fn(b, h, i, j)`: see `from_function`.
+
+        >>> MaskInfo(3, 3).apply_causal().apply_function(lambda b, h, i, j: j != 1).attention_mask[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 0, 0], [1, 0, 1]]
+        """
+        found = traced(mask_fn, "mask_fn", scores=False)
+        return self._with_rule(Rule(found.expression, found.arrays))
+
+    def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
+        """Also requires that query i sees keys in `[starts[i], ends[i])` alone: see `from_bounds`."""
+        return self._with_rule(bounds_rule(*self._limits(starts, ends, self.q_len), of_keys=False))
+
+    def apply_key_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
+        """Also requires that key j is seen by queries in `[starts[j], ends[j])` alone: see `from_key_bounds`."""
+        return self._with_rule(bounds_rule(*self._limits(starts, ends, self.kv_len), of_keys=True))
+
+    def _limits(self, starts: ArrayInput | None, ends: ArrayInput | None, length: int) -> tuple[Any, Any]:
+        found = [None if x is None else limits(name, x, length) for name, x in (("starts", starts), ("ends", ends))]
+        common_batch({"mask": self.batch_size, **{n: x.shape[0] for n, x in zip(("starts", "ends"), found, strict=True) if x is not None}})
+        return found[0], found[1]
+
+    def _with_rule(self, rule: Rule) -> "MaskInfo":
+        return dataclasses.replace(self, rule=both_rules(self.rule, rule))
 
     def apply_sliding_window(self, window: int | tuple[int | None, int | None], offset: int = 0) -> "MaskInfo":
         """Also requires `q + offset - left <= k <= q + offset + right`, in positions.
@@ -372,15 +492,15 @@ class MaskInfo(MaskFields):
     def __or__(self, other: "MaskInfo") -> "MaskInfo":
         """What either shows; explicit positions are kept, the left one's first.
 
-        Symbolic where one mask shows all that the other does, part by part, and where they differ only in bands that
-        meet or in patterns whose block sizes nest. Elsewhere a T x S array is made (`is_symbolic` is False), of the
-        parts in which the two differ.
+        Where one mask shows all that the other does, part by part, it is that one; where they differ only in bands that
+        meet or in patterns whose block sizes nest, these are joined. Elsewhere the parts in which the two differ become
+        a rule, which is computed pair by pair inside kernels.
 
         >>> causal = MaskInfo(4, 4).apply_causal()
         >>> causal | MaskInfo(4, 4).apply_sliding_window((1, 2))
         MaskInfo(T=4, S=4, band=(None, 2))
         >>> causal | MaskInfo(4, 4).apply_chunked(2)
-        MaskInfo(T=4, S=4, dense=(1, 1, 4, 4))
+        MaskInfo(T=4, S=4, rule=((j - (i + 0)) <= 0) | ((i // 2) == (j // 2)))
         """
         if not isinstance(other, MaskInfo):
             return NotImplemented

@@ -1,4 +1,4 @@
-"""Intersection and union of two masks, field by field; symbolic wherever the fields allow it."""
+"""Intersection and union of two masks: field by field where the fields allow it, else as one rule."""
 
 import dataclasses
 import math
@@ -10,8 +10,11 @@ import jax
 import numpy as np
 
 from ejkernel.checks.arrays import common_batch, concrete
+from ejkernel.expressions.binding import Rule
 from ejkernel.types import segments
 from ejkernel.types.mask_fields import MaskFields
+from ejkernel.types.mask_rules import both as both_rules
+from ejkernel.types.mask_rules import pattern_rule, position_rule, rule_of
 from ejkernel.types.pattern import BlockPattern
 
 M = TypeVar("M", bound=MaskFields)
@@ -22,31 +25,32 @@ def intersect(left: M, right: M) -> M:
     a, b, positioned = _partners(left, right)
     a, b = _on_positions_of(a, positioned), _on_positions_of(b, positioned)
     q_ids, kv_ids = _intersect_ids(a, b)
-    pattern, pattern_mask = _intersect_patterns(a, b)
+    pattern, pattern_rest = _intersect_patterns(a, b)
     merged = dataclasses.replace(
         a,
         q_ids=q_ids,
         kv_ids=kv_ids,
-        dense=both(both(a.dense, b.dense), pattern_mask),
+        dense=both(a.dense, b.dense),
         pattern=pattern,
+        rule=both_rules(both_rules(a.rule, b.rule), pattern_rest),
         cross=a.cross or b.cross,
     ).narrowed(b.band)
     return merged if b.chunk is None else chunked(merged, b.chunk)
 
 
 def chunked(mask: M, size: int) -> M:
-    """The mask in chunks of that size; dense where it is in others already that do not nest with them."""
+    """The mask in chunks of that size: by a rule where it is in others already that do not nest with them."""
     if mask.chunk is None or max(mask.chunk, size) % min(mask.chunk, size) == 0:
         return dataclasses.replace(mask, chunk=min(mask.chunk or size, size))
-    other = dataclasses.replace(mask, band=(None, None), chunk=size).position_mask()
-    return dataclasses.replace(mask, dense=both(mask.canonical().dense, other))
+    other = position_rule(dataclasses.replace(mask, band=(None, None), chunk=size))
+    return dataclasses.replace(mask, rule=both_rules(mask.rule, other))
 
 
 def unite(left: M, right: M) -> M:
     """What either mask shows; the left one's explicit positions are kept, else the right one's.
 
-    Symbolic where one mask shows all that the other does, field by field, or where they differ in one field that has a
-    union of its kind. Elsewhere dense, but for the fields in which they agree.
+    By fields where one mask shows all that the other does, field by field, or where they differ in one field that has a
+    union of its kind. Elsewhere they are a rule together, but for the fields in which they agree.
     """
     a, b, positioned = _partners(left, right)
     cross = a.cross or b.cross
@@ -64,9 +68,8 @@ def unite(left: M, right: M) -> M:
                 return united
     shared = {name: getattr(a, name) for name in _agreeing_fields(a, b)}
     a, b = (dataclasses.replace(x, **{name: _HIDES_NOTHING.get(name) for name in shared}) for x in (a, b))
-    either = a.element_mask() | b.element_mask()
     alone = dataclasses.replace(positioned, **{name: _HIDES_NOTHING.get(name) for name in _RESTRICTIONS})
-    return dataclasses.replace(alone, dense=either, cross=cross, **shared)
+    return dataclasses.replace(alone, rule=rule_of(a) | rule_of(b), cross=cross, **shared)
 
 
 def _partners(left: M, right: M) -> tuple[M, M, M]:
@@ -100,11 +103,11 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def _on_positions_of(mask: M, positioned: M) -> M:
-    """The same mask on another's positions: band and chunk become dense if they rest on different ones."""
+    """The same mask on another's positions: band and chunk become a rule if they rest on different ones."""
     moved = dataclasses.replace(mask, q_pos=positioned.q_pos, kv_pos=positioned.kv_pos)
     if _rests_on(mask, positioned):
         return moved
-    return dataclasses.replace(moved, dense=both(mask.dense, mask.position_mask()), band=(None, None), chunk=None)
+    return dataclasses.replace(moved, rule=both_rules(mask.rule, position_rule(mask)), band=(None, None), chunk=None)
 
 
 def _rests_on(mask: M, positioned: M) -> bool:
@@ -120,22 +123,21 @@ def _intersect_ids(a: M, b: M) -> tuple[Any, Any]:
     return segments.intersect(a.q_ids, a.kv_ids, b.q_ids, b.kv_ids)
 
 
-def _intersect_patterns(a: M, b: M) -> tuple[BlockPattern | None, jax.Array | None]:
-    """One pattern, or the left one and a dense mask for the right one where their block sizes do not nest."""
+def _intersect_patterns(a: M, b: M) -> tuple[BlockPattern | None, Rule | None]:
+    """One pattern, or the left one and a rule for the right one where their block sizes do not nest."""
     if a.pattern is None or b.pattern is None:
         return (b.pattern if a.pattern is None else a.pattern), None
     pattern = a.pattern.combine(b.pattern, a.q_len, a.kv_len, operator.and_)
     if pattern is not None:
         return pattern, None
-    alone = dataclasses.replace(b, q_ids=None, kv_ids=None, dense=None, band=(None, None), chunk=None)
-    return a.pattern, alone.element_mask()
+    return a.pattern, pattern_rule(b.pattern)
 
 
 # Unions: how one mask's field compares with the other's, and what both are together -------------------------------
 
 Order = Literal["same", "narrower", "wider", "neither"]
 
-_RESTRICTIONS = ("q_ids", "kv_ids", "pattern", "dense", "band", "chunk")
+_RESTRICTIONS = ("q_ids", "kv_ids", "pattern", "dense", "rule", "band", "chunk")
 _HIDES_NOTHING: dict[str, Any] = {"band": (None, None)}  # where that is not None
 
 
@@ -161,6 +163,13 @@ def _order_ids(a: M, b: M) -> Order:
 
 def _order_dense(a: M, b: M) -> Order:
     return _order(a.dense, b.dense, same(a.dense, b.dense))
+
+
+def _order_rules(a: M, b: M) -> Order:
+    if a.rule is None or b.rule is None:
+        return _order(a.rule, b.rule, a.rule is b.rule)
+    equal = a.rule.expression is b.rule.expression and all(map(same, a.rule.arrays, b.rule.arrays))
+    return _order(a.rule, b.rule, equal)
 
 
 def _order_patterns(a: M, b: M) -> Order:
@@ -217,6 +226,7 @@ _ORDERS: dict[str, Callable[..., Order]] = {
     "ids": _order_ids,
     "pattern": _order_patterns,
     "dense": _order_dense,
+    "rule": _order_rules,
     "band": _order_bands,
     "chunk": _order_chunks,
 }
@@ -224,6 +234,7 @@ _UNIONS: dict[str, Callable[..., Any]] = {
     "ids": _no_union,
     "pattern": _unite_patterns,
     "dense": _unite_dense,
+    "rule": _no_union,
     "band": _unite_bands,
     "chunk": _no_union,
 }

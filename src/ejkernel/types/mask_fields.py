@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from ejkernel.checks.arrays import common_batch
 from ejkernel.checks.options import static_int
+from ejkernel.expressions.binding import Rule, full_rank, has_single_head, head_counts, rule_value
 from ejkernel.types.visibility import Band, Tokens, pattern_cells, visible
 
-ARRAY_FIELDS = ("q_ids", "kv_ids", "q_pos", "kv_pos", "dense", "pattern")
+ARRAY_FIELDS = ("q_ids", "kv_ids", "q_pos", "kv_pos", "dense", "pattern", "rule")
 STATIC_FIELDS = ("q_len", "kv_len", "band", "chunk", "cross")
 _FARTHEST = 2**30  # a distance beyond which no two positions lie
 
@@ -29,6 +30,7 @@ class MaskFields:
     kv_pos: Any = None
     dense: Any = None
     pattern: Any = None
+    rule: Rule | None = None
     band: Band = (None, None)
     chunk: int | None = None
     cross: bool = False
@@ -56,19 +58,20 @@ class MaskFields:
         if m.q_ids is not None:
             queries = queries._replace(segment=m.q_ids[:, None, q_index, None])
             keys = keys._replace(segment=m.kv_ids[:, None, None, kv_index])
+        if m.rule is not None:
+            rules.append(m._rule_at(q_index[:, None], kv_index[None]))
         pairs = jnp.ones((1, 1, len(q_index), len(kv_index)), bool)
         return visible(queries, keys, m.band, m.chunk, pairs=pairs, also=rules)
 
-    def position_mask(self) -> jax.Array:
-        """What band and chunk alone show: bool (B|1, 1, T, S)."""
-        m = self.canonical()
-        tokens = m._positions_at(jnp.arange(self.q_len), jnp.arange(self.kv_len))
-        return visible(*tokens, m.band, m.chunk, pairs=jnp.ones((1, 1, self.q_len, self.kv_len), bool))
-
-    def causal_mask(self, offsets: jax.Array) -> jax.Array:
-        """Whether `k <= q + offset`, in positions, for an offset of each row (B|1,): bool (B, 1, T, S)."""
-        queries, keys = self.canonical()._positions_at(jnp.arange(self.q_len), jnp.arange(self.kv_len))
-        return keys.position - queries.position <= offsets[:, None, None, None]
+    def _rule_at(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
+        """What the rule shows, (B|1, H|1, t, s)."""
+        heads = max(self._heads(), default=1)
+        if heads == 1 and "h" in self.rule.expression.axes and not has_single_head(self.rule):
+            raise ValueError(f"{self!r} depends on the number of a head: how many there are is known in a call alone")
+        b, h = (jnp.arange(n, dtype=jnp.int32) for n in (self._batch(), heads))
+        axes = {"b": b[:, None, None, None], "h": h[:, None, None], "i": q_index, "j": kv_index}
+        seen = rule_value(self.rule, axes)
+        return seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
 
     def _positions_at(self, q_index: jax.Array, kv_index: jax.Array) -> tuple[Tokens, Tokens]:
         """Positions (B|1, 1, t, 1) and (B|1, 1, 1, s)."""
@@ -104,14 +107,14 @@ class MaskFields:
         lengths = {"q_ids": (T,), "kv_ids": (S,), "q_pos": (T,), "kv_pos": (S,), "dense": (T, S)}
         arrays = {name: _at_length(getattr(self, name), lengths) for name, lengths in lengths.items()}
         pattern = self.pattern and dataclasses.replace(self.pattern, blocks=with_rank(self.pattern.blocks, 4))
-        return dataclasses.replace(self, **arrays, pattern=pattern)
+        return dataclasses.replace(self, **arrays, pattern=pattern, rule=self.rule and full_rank(self.rule))
 
     def with_lengths(self, q_len: int, kv_len: int) -> Self:
         """The same for other lengths, on each side where the arrays say nothing of single tokens; else as it is."""
         q_sizes = [x.shape[axis] for x, axis in ((self.q_ids, -1), (self.q_pos, -1), (self.dense, -2)) if x is not None]
         kv_sizes = [x.shape[-1] for x in (self.kv_ids, self.kv_pos, self.dense) if x is not None]
         free_q, free_kv = (
-            self.pattern is None and length > 1 and set(sizes) == {1}
+            self.pattern is None and self.rule is None and length > 1 and set(sizes) == {1}
             for length, sizes in ((self.q_len, q_sizes), (self.kv_len, kv_sizes))
         )
         return dataclasses.replace(
@@ -159,11 +162,13 @@ class MaskFields:
 
     def _batch(self) -> int:
         parts = {name: getattr(self, name) for name in ARRAY_FIELDS}
-        parts["pattern"] = self.pattern and self.pattern.blocks
+        parts["pattern"], rule = self.pattern and self.pattern.blocks, parts.pop("rule")
+        parts |= {} if rule is None else {f"array {n} of the rule": x for n, x in enumerate(rule.arrays)}
         return common_batch({name: x.shape[0] for name, x in parts.items() if x is not None})
 
     def _heads(self) -> set[int]:
-        return {x.shape[1] for x in (self.dense, self.pattern and self.pattern.blocks) if x is not None}
+        heads = {x.shape[1] for x in (self.dense, self.pattern and self.pattern.blocks) if x is not None}
+        return heads if self.rule is None else heads | head_counts(self.rule)
 
     def __repr__(self) -> str:
         arrays = {"segments": self.q_ids, "positions": self.q_pos, "pattern": self.pattern}
@@ -172,6 +177,7 @@ class MaskFields:
         words += [f"dense={getattr(self.dense, 'shape', self.dense)}"] if self.dense is not None else []
         words += [f"band={self.band}"] if self.band != (None, None) else []
         words += [f"chunk={self.chunk}"] if self.chunk is not None else []
+        words += [f"rule={shortened(repr(self.rule.expression), 80)}"] if self.rule is not None else []
         return f"{type(self).__name__}({', '.join(words)})"
 
 
@@ -189,3 +195,7 @@ def with_rank(x: Any, rank: int) -> Any:
     if x is None or x.ndim == rank:
         return x
     return x[None] if x.ndim < rank else x.reshape(-1, *x.shape[-(rank - 1) :])
+
+
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ejkernel.expressions.binding import with_indices
 from ejkernel.types.mask_algebra import both
 from ejkernel.types.mask_fields import MaskFields
 
@@ -42,6 +43,7 @@ def at_tokens(mask: M, q_index: jax.Array | None = None, kv_index: jax.Array | N
         kv_pos=_taken(kv_pos, k, 1),
         dense=both(_taken(_taken(m.dense, q, 2), k, 3), cells),
         pattern=None,
+        rule=m.rule and with_indices(m.rule, q, k),
         cross=True,
     )
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.common.dropout import keep
 from ejkernel.kernels.common.tiles import rounded
-from ejkernel.kernels.softmax.spec import Spec, dimensions
+from ejkernel.kernels.softmax.rules import whole_operands
+from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
 from ejkernel.types import visibility
 from ejkernel.types.visibility import Tokens, pattern_cells
@@ -28,8 +29,14 @@ def visible(call: Call) -> jax.Array:
     rules = [call["mask"]] if "mask" in call else []
     if "pattern" in call:
         rules.append(pattern_cells(call["pattern"], index[0][:, None], index[1][None], spec.pattern_block or (1, 1)))
+    if (rule := spec.rules.mask) is not None:
+        rules.append(whole_operands(call.arrays).value(rule, *_int32_indices(dims)))
     pairs = jnp.ones((1, 1, dims.T, dims.S), bool)
     return visibility.visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules)
+
+
+def _int32_indices(dims: Dimensions) -> tuple[jax.Array, jax.Array]:
+    return jnp.arange(dims.T, dtype=jnp.int32)[:, None], jnp.arange(dims.S, dtype=jnp.int32)[None]
 
 
 def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,6 +61,8 @@ def weights(call: Call, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]
         logits += call["bias"].astype(jnp.float32)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    if spec.rules.score is not None:
+        logits = whole_operands(call.arrays).value(spec.rules.score, *_int32_indices(dims), logits)
     logits = rounded(logits, spec.logits_dtype)
     seen = jnp.broadcast_to(visible(call), logits.shape)
     logits = jnp.where(seen, logits, -jnp.inf)

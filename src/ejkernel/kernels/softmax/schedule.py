@@ -18,6 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.expressions.bounds import Interval, axis_interval, bounds, has_operands, is_exact, operand_interval
+from ejkernel.expressions.nodes import Expression
+from ejkernel.kernels.softmax import rules
+from ejkernel.kernels.softmax.rules import array_name
 from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
 from ejkernel.ops import Call
 
@@ -70,10 +74,13 @@ Schedule = Ranges | Lists
 
 def plan(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> Schedule:
     """The schedule of a call: one row per query block (`side="q"`) or per key block (`side="k"`)."""
-    if "pattern" in call or "mask" in call:
+    dims, rule = dimensions(call), call.spec.rules.mask
+    known = None if rule is None else _known_runs(call, dims, block_q, block_k, side)
+    if "pattern" in call or "mask" in call or (rule is not None and known is None):
         return compact(*maps(call, block_q, block_k, side, xp), xp)
-    dims = dimensions(call)
     ranges = _closed_ranges(call, dims, block_q, block_k, side)
+    if known is not None:
+        ranges = _intersect(ranges, known, np)
     if "q_segments" in call or "q_positions" in call:
         some, every = _interval_maps(call, dims, block_q, block_k, xp)
         return Ranges(_intersect(xp.asarray(ranges), _runs(*_oriented(some, every, side, xp), xp), xp))
@@ -270,7 +277,61 @@ def maps(call: Call, block_q: int, block_k: int, side: Side, xp: Any = jnp) -> t
         if name in call:
             seen, full = _oriented(*_cell_maps(call, name, dims, block_q, block_k, xp), side, xp)
             some, every = some & seen, every & full
+    if call.spec.rules.mask is not None:
+        seen, full = _oriented(*_rule_maps(call, dims, block_q, block_k, xp), side, xp)
+        some, every = some & seen, every & full
     return some, some & every
+
+
+def _known_runs(call: Call, dims: Dimensions, block_q: int, block_k: int, side: Side) -> np.ndarray | None:
+    """The bounds (1, 1, n, 4) that a rule of indices alone has, where each row visits one run of blocks."""
+    if has_operands(call.spec.rules.mask):
+        return None
+    some, every = _oriented(*_rule_maps(call, dims, block_q, block_k, np), side, np)
+    ranges = _runs(some[0], every[0], np)
+    lo, full_lo, full_hi, hi = (ranges[..., n, None] for n in range(4))
+    at = np.arange(some.shape[-1])
+    one_run = ((lo <= at) & (at < hi) == some).all()
+    return ranges if one_run and ((full_lo <= at) & (at < full_hi) == some & every).all() else None
+
+
+def _rule_maps(call: Call, dims: Dimensions, block_q: int, block_k: int, xp: Any) -> tuple[Any, Any]:
+    """Whether a rule shows any, and whether it shows every, pair of a tile: (B|1, H|1, nq, nk) each."""
+    rule = call.spec.rules.mask
+    if not is_exact(rule):
+        return _counted_maps(call, dims, block_q, block_k)
+    sizes: dict[str, int | None] = {"scalar": None, "row": block_q, "column": block_k}
+
+    def operand(node: Expression) -> Interval:
+        kind, number = node.data  # pyright: ignore[reportGeneralTypeIssues]
+        found = operand_interval(call[array_name(node)][:, :, number], sizes[kind], xp)
+        added = {"row": (..., None), "column": (..., None, slice(None))}.get(kind, ...)
+        return Interval(*(x[added] for x in found))
+
+    rows, columns = (axis_interval(n, block, xp) for n, block in ((dims.T, block_q), (dims.S, block_k)))
+    every, some = bounds(rule, {"i": Interval(*(x[:, None] for x in rows)), "j": columns}, operand, xp)
+    shape = (1, 1, len(rows.low), len(columns.low))
+    return tuple(xp.broadcast_to(x, np.broadcast_shapes(np.shape(x), shape)) for x in (some, every))
+
+
+def _counted_maps(call: Call, dims: Dimensions, block_q: int, block_k: int) -> tuple[Any, Any]:
+    """The same by computing every pair, a block of queries of one head at a time."""
+    rule, arrays = call.spec.rules.mask, {name: call[name] for name in call.arrays if name in rules.ARRAYS}
+    leading = tuple(max((x.shape[axis] for x in arrays.values()), default=1) for axis in (0, 1))
+    nq, nk = -(-dims.T // block_q), -(-dims.S // block_k)
+    # past the end, the last query and the last key count again
+    keys = jnp.minimum(jnp.arange(nk * block_k, dtype=jnp.int32), dims.S - 1)
+
+    def one(number: Any) -> tuple[Any, Any]:
+        b, h, i = number // (leading[1] * nq), number // nq % leading[1], number % nq
+        head = {n: x[b if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0] for n, x in arrays.items()}
+        queries = jnp.minimum(i * block_q + jnp.arange(block_q, dtype=jnp.int32), dims.T - 1)
+        seen = rules.head_operands(head, queries, keys).value(rule, queries[:, None], keys[None])
+        tiles = jnp.broadcast_to(seen, (block_q, nk * block_k)).reshape(block_q, nk, block_k)
+        return tiles.any((0, 2)), tiles.all((0, 2))
+
+    some, every = jax.lax.map(one, jnp.arange(leading[0] * leading[1] * nq))
+    return some.reshape(*leading, nq, nk), every.reshape(*leading, nq, nk)
 
 
 def _range_maps(ranges: np.ndarray, dims: Dimensions, block_q: int, block_k: int, side: Side, xp: Any):

@@ -9,13 +9,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from ejkernel.checks.arrays import INT32_MAX, cumulative_lengths, float_array, float_dtype, number_array
+from ejkernel.checks.arrays import (
+    INT32_MAX,
+    cumulative_lengths,
+    float_array,
+    float_dtype,
+    number_array,
+    traced_number,
+)
 from ejkernel.checks.options import flag, number, soft_cap
+from ejkernel.expressions.binding import Rule, Sizes, distance, with_indices
+from ejkernel.expressions.nodes import FLOAT, INT, TRUE, B, H, apply, cast, load, score
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
 from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.common.tiles import rounded
+from ejkernel.kernels.softmax import rules
+from ejkernel.kernels.softmax.rules import Rules
 from ejkernel.ops import Call, Dims
 from ejkernel.types import MaskInfo
 
@@ -35,6 +47,8 @@ ARRAYS = {
     # where packed sequences begin and the last one ends: what the segments (and positions) of the call say, again
     "q_offsets": Dims("B N+1"),
     "kv_offsets": Dims("B N+1"),
+    # what mask and score functions read
+    **rules.ARRAYS,
 }
 
 # only with `with_argmax`: each row's sum of exponentials against its largest logit, sinks among both, and its best key
@@ -72,6 +86,7 @@ class Spec:
     pattern_by_position: bool = False
     with_argmax: bool = False
     with_lse: bool = False
+    rules: Rules = Rules()
 
 
 class Dimensions(NamedTuple):
@@ -116,6 +131,9 @@ def canonicalise(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: bool = False,
+    mask_fn: Any = None,
+    score_fn: Any = None,
+    alibi_slopes: Any = None,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form.
@@ -140,17 +158,28 @@ def canonicalise(
         if dropout_seed is None:
             raise ValueError(f"{called['dropout_prob']}={dropout} needs {called['dropout_seed']}")
         arrays["dropout_seeds"] = head_seeds(_seed(called["dropout_seed"], dropout_seed), dims.B, dims.H)
+    cap, cap_rule = _soft_cap(logits_soft_cap)
+    band, window_rule = _window(sliding_window, dims, mask)
+    functions = _Functions(
+        mask_fn=None if mask_fn is None else rules.mask_rule(mask_fn),
+        score_fn=None if score_fn is None else rules.score_rule(score_fn),
+    ).counted_in(offsets, dims)
+    scores = rules.composed(functions.score_fn, rules.composed(_alibi(alibi_slopes, dims, mask), cap_rule))
+    seen = rules.conjunction(mask.rule, window_rule, functions.mask_fn)
+    bound, operands = rules.bound_rules(seen, scores, Sizes(dims.B, dims.H, dims.T, dims.S))
+    arrays |= operands
     spec = Spec(
         scale=scale,
-        band=Band(*mask.band) & Band(None, 0 if flag("causal", causal) else None) & window_band(sliding_window),
+        band=Band(*mask.band) & Band(None, 0 if flag("causal", causal) else None) & band,
         chunk=mask.chunk,
-        soft_cap=soft_cap(logits_soft_cap),
+        soft_cap=cap,
         dropout=dropout,
         logits_dtype="float32" if logits_dtype is None else float_dtype(called["logits_dtype"], logits_dtype).name,
         precision=_precision(precision),
         pattern_block=None if mask.pattern is None else mask.pattern.block_shape,
         with_argmax=not flag("normalize_output", normalize_output),
         with_lse=flag("return_lse", return_lse),
+        rules=bound,
     )
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
 
@@ -266,6 +295,76 @@ def _seed(called: str, seed: Any) -> jax.Array:
 @jax.jit
 def _key_bits(key: jax.Array) -> jax.Array:
     return jax.random.bits(key, (), jnp.uint32)
+
+
+# Functions, and options that are traced ---------------------------------------------------------------------
+
+
+class _Functions(NamedTuple):
+    """The functions of a caller."""
+
+    mask_fn: Rule | None
+    score_fn: Rule | None
+
+    def counted_in(self, offsets: dict[str, Any], dims: Dimensions) -> "_Functions":
+        """The same, with indices that count inside each packed sequence where there are such."""
+        if not offsets or self == (None, None):
+            return self
+        q = token_positions(offsets["q_offsets"], dims.T)
+        k = q if offsets["kv_offsets"] is None else token_positions(offsets["kv_offsets"], dims.S)
+        return _Functions(*(None if rule is None else with_indices(rule, q, k) for rule in self))
+
+
+def token_positions(offsets: jax.Array, length: int) -> jax.Array:
+    """Where each token (1, length) stands in its packed sequence; past the last, anything."""
+    at = jnp.arange(length, dtype=jnp.int32)
+    document = jnp.clip(jnp.searchsorted(offsets, at, side="right") - 1, 0, offsets.shape[0] - 1)
+    return (at - offsets[document])[None]
+
+
+def _soft_cap(cap: Any) -> tuple[float | None, Rule | None]:
+    """A known cap, or the rule of a traced one."""
+    if not isinstance(cap, Tracer):
+        return soft_cap(cap), None
+    value = traced_number("logits_soft_cap", cap)
+    by = load(0, (B,), FLOAT)
+    return None, Rule(by * apply("tanh", score() / by), (value[None],))
+
+
+def _distance(mask: MaskInfo, dims: Dimensions) -> Rule:
+    """Of a key from a query, in positions."""
+    mask = mask.canonical()
+    return distance(mask.q_pos, mask.kv_pos, dims.S - dims.T)
+
+
+def _alibi(slopes: Any, dims: Dimensions, mask: MaskInfo) -> Rule | None:
+    """`-slope * |distance|`, of positions as causality has them."""
+    if slopes is None:
+        return None
+    x = float_array("alibi_slopes", slopes).astype(jnp.float32)
+    if x.shape not in ((dims.H,), (1, dims.H), (dims.B, dims.H)):
+        raise ValueError(f"alibi_slopes {x.shape} must be (heads,) or (batch, heads) = {(dims.B, dims.H)}")
+    away = _distance(mask, dims)
+    slope = load(len(away.arrays), (B, H), FLOAT)
+    biased = score() - slope * cast(apply("abs", away.expression), FLOAT)
+    return Rule(biased, (*away.arrays, x.reshape(-1, dims.H)))
+
+
+def _window(sliding_window: Any, dims: Dimensions, mask: MaskInfo) -> tuple[Band, Rule | None]:
+    """A known window as a band, and a traced one as a rule."""
+    pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    if len(pair) != 2 or not any(isinstance(x, Tracer) for x in pair):
+        return window_band(sliding_window), None
+    rule = _distance(mask, dims)  # of key from query
+    seen, arrays = TRUE, rule.arrays
+    for x, left in zip(pair, (True, False), strict=True):
+        if isinstance(x, Tracer):
+            if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
+                raise TypeError(f"sliding_window must hold integers, got {x.dtype} of shape {x.shape}")
+            width = load(len(arrays), (B,), INT)
+            seen &= rule.expression >= -width if left else rule.expression <= width
+            arrays = (*arrays, x.astype(jnp.int32)[None])
+    return window_band(tuple(None if isinstance(x, Tracer) else x for x in pair)), Rule(seen, arrays)
 
 
 # Bias and sinks ---------------------------------------------------------------------------------------------
@@ -441,5 +540,8 @@ def _row_maximum(call: Call, argmax: jax.Array) -> jax.Array:
         logits += jnp.take_along_axis(wide, at[..., None], axis=3)[..., 0].astype(jnp.float32)
     if call.spec.soft_cap is not None:
         logits = call.spec.soft_cap * jnp.tanh(logits / call.spec.soft_cap)
+    if (rule := call.spec.rules.score) is not None:
+        rows = jnp.arange(dims.T, dtype=jnp.int32)
+        logits = rules.at_keys(call.arrays, at).value(rule, rows, at, logits)
     logits = rounded(logits, call.spec.logits_dtype)
     return jnp.where(argmax >= 0, logits, -jnp.inf)

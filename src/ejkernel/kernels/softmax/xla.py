@@ -30,6 +30,8 @@ from ejkernel.kernels.common.tiles import (
     uncapped_gradient,
 )
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
+from ejkernel.expressions.nodes import LOOKUP
+from ejkernel.kernels.softmax.rules import ARRAYS, TileOperands, array_name, slopes, table_index
 from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
@@ -65,7 +67,7 @@ _MOST_LANES = 4
 
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
-    sparse = any(name in call for name in ("q_segments", "q_positions", "mask", "pattern"))
+    sparse = any(name in call for name in ("q_segments", "q_positions", "mask", "pattern")) or call.spec.rules.mask
     # large tiles are faster, small ones waste less where a row sees few keys
     block = 128 if sparse or _reach(call) < 1024 <= dims.S else 512
     tiles = dims.B * dims.H * -(-dims.T // block) * -(-dims.S // block)
@@ -170,6 +172,10 @@ _LENGTHS = {
     "kv_segments": ".S",
     "q_positions": ".T",
     "kv_positions": ".S",
+    "int_rows": "...T",
+    "float_rows": "...T",
+    "int_columns": "...S",
+    "float_columns": "...S",
 }
 
 
@@ -224,7 +230,7 @@ def _product(spec: Spec, a: jax.Array, b: jax.Array, contract: tuple[int, int]) 
 
 
 def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: Any, j: Any) -> jax.Array:
-    """Logits (block_q, block_k) after bias and soft cap, before the mask."""
+    """Logits (block_q, block_k) after bias and soft cap, before score function and mask."""
     spec = tiling.spec
     logits = _product(spec, query, key, (1, 1))
     if not tiling.scaled:
@@ -233,7 +239,30 @@ def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: A
         logits = jnp.maximum(logits * spec.scale, jnp.finfo(jnp.float32).min)
     if "bias" in head.arrays:
         logits += _tile_of(tiling, head, "bias", i, j).astype(jnp.float32)
-    return rounded(capped(logits, spec.soft_cap), spec.logits_dtype)
+    return capped(logits, spec.soft_cap)
+
+
+def _finished(tiling: _Tiling, head: _Head, logits: jax.Array, i: Any, j: Any) -> jax.Array:
+    """Logits through the score function, rounded."""
+    if (rule := tiling.spec.rules.score) is not None:
+        logits = _operands(tiling, head, i, j).value(rule, *_indices(tiling, i, j), logits)
+    return rounded(logits, tiling.spec.logits_dtype)
+
+
+def _operands(tiling: _Tiling, head: _Head, i: Any, j: Any) -> TileOperands:
+    """What mask and score functions read of a tile."""
+
+    def cut(name: str, number: int, start: Any, size: int) -> jax.Array:
+        x = head.arrays[name]
+        size = min(size, x.shape[3])
+        return lax.dynamic_slice(x, (*head.at(name), number, start), (1, 1, 1, size)).reshape(size)
+
+    return TileOperands(
+        lambda name, n: head.arrays[name][(*head.at(name), n)],
+        lambda name, n: cut(name, n, i * tiling.block_q, tiling.block_q)[:, None],
+        lambda name, n: cut(name, n, j * tiling.block_k, tiling.block_k)[None],
+        lambda name: head.arrays[name][head.at(name)],
+    )
 
 
 def _seen(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
@@ -251,6 +280,8 @@ def _seen(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
     if "pattern" in head.arrays:
         blocks, row = head.arrays["pattern"], head.at("pattern")
         rules.append(pattern_cells(blocks, at_q, at_k, spec.pattern_block or (1, 1), row))
+    if spec.rules.mask is not None:
+        rules.append(_operands(tiling, head, i, j).value(spec.rules.mask, at_q, at_k))
     return visible(queries, keys, spec.band, spec.chunk, pairs=(at_q < dims.T) & (at_k < dims.S), also=rules)
 
 
@@ -296,7 +327,7 @@ def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> d
     def step(masked: bool, j: Any, state: tuple[OnlineSoftmax, _Best | None]):
         online, best = state
         key, value = _keys(tiling, head, "key", j), _keys(tiling, head, "value", j)
-        logits = _logits(tiling, head, query, key, i, j)
+        logits = _finished(tiling, head, _logits(tiling, head, query, key, i, j), i, j)
         logits = jnp.where(_seen(tiling, head, i, j), logits, MASKED) if masked else logits
         if best is not None:
             highest, at = logits.max(-1), j * tiling.block_k + logits.argmax(-1).astype(jnp.int32)
@@ -345,6 +376,7 @@ class _Gradients(NamedTuple):
     key: jax.Array  # (D, block_k), of one key block
     value: jax.Array  # (Dv, block_k)
     bias: Any  # (T|1, S|1) or None
+    operands: dict[str, jax.Array]  # of what a score function reads, of the whole head
 
 
 def _add_block(x: jax.Array, update: jax.Array, i: Any, size: int) -> jax.Array:
@@ -366,7 +398,8 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
     query, key = _queries(tiling, head, "query", i), _keys(tiling, head, "key", j)
     value, dout = _keys(tiling, head, "value", j), _queries(tiling, head, "dout", i)
     lse, delta = (_queries(tiling, head, name, i)[:, None] for name in ("lse", "delta"))
-    logits = _logits(tiling, head, query, key, i, j)
+    scores = _logits(tiling, head, query, key, i, j)
+    logits = _finished(tiling, head, scores, i, j)
     seen = _seen(tiling, head, i, j) if masked else True
     # no weight is above 1, also where lse is rounded by more than that
     p = tiling.exp(jnp.minimum((jnp.where(seen, logits, MASKED) if masked else logits) - lse, 0.0))
@@ -375,7 +408,13 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
     if spec.dropout:
         stays = _stays(tiling, head, i, j)
         kept, dp = (jnp.where(stays, x / (1.0 - spec.dropout), 0.0) for x in (p, dp))
-    ds = uncapped_gradient(p * (dp - delta), logits, spec.soft_cap)
+    ds = p * (dp - delta)
+    operands = so_far.operands
+    if spec.rules.score is not None:
+        operands = _add_operands(tiling, head, operands, jnp.where(seen, ds, 0.0) if masked else ds, scores, i, j)
+        slope = slopes(spec.rules.score).score
+        ds *= _operands(tiling, head, i, j).value(slope, *_indices(tiling, i, j), scores)
+    ds = uncapped_gradient(ds, scores, spec.soft_cap)
     if masked:
         ds = jnp.where(seen, ds, 0.0)  # dp of a hidden value may be inf, the slope of the cap at a hidden nan is nan
 
@@ -389,27 +428,55 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
         so_far.key + dkey,
         so_far.value + dvalue,
         None if so_far.bias is None else _add_bias(so_far.bias, ds, tiling, i, j),
+        operands,
     )
+
+
+def _add_operands(
+    tiling: _Tiling, head: _Head, totals: dict[str, jax.Array], ds: jax.Array, scores: jax.Array, i: Any, j: Any
+) -> dict[str, jax.Array]:
+    """Add a tile's gradients to those of a score function's operands."""
+    totals, (at_q, at_k) = dict(totals), _indices(tiling, i, j)
+    read = _operands(tiling, head, i, j)
+    inside = (at_q < tiling.dims.T) & (at_k < tiling.dims.S)
+    for node, slope in slopes(tiling.spec.rules.score).operands:
+        name = array_name(node)
+        by_pair = jnp.where(inside, ds * read.value(slope, at_q, at_k, scores), 0.0)
+        total = totals[name]
+        if node.name == LOOKUP:
+            index = [read.value(arg, at_q, at_k, scores) for arg in node.args]
+            at = jnp.broadcast_to(table_index(node, tuple(index)), by_pair.shape)
+            totals[name] = total.at[at].add(by_pair)
+            continue
+        kind, number = node.data
+        if kind == "scalar":
+            totals[name] = total.at[number].add(by_pair.sum())
+        else:
+            sums, start = (by_pair.sum(1), i * tiling.block_q) if kind == "row" else (by_pair.sum(0), j * tiling.block_k)
+            old = lax.dynamic_slice(total, (number, start), (1, len(sums)))
+            totals[name] = lax.dynamic_update_slice(total, old + sums, (number, start))
+    return totals
 
 
 def _backward_head(tiling: _Tiling, head: _Head, schedule: Schedule) -> _Gradients:
     """All key blocks of a head, each owning its dk and dv; dq and dbias grow as they pass."""
     dims, (columns, size) = tiling.dims, (tiling.columns, tiling.block_k)
 
-    def column(carry: tuple[jax.Array, Any], j: jax.Array):
-        start = _Gradients(carry[0], jnp.zeros((dims.D, size)), jnp.zeros((dims.Dv, size)), carry[1])
+    def column(carry: tuple[jax.Array, Any, Any], j: jax.Array):
+        start = _Gradients(carry[0], jnp.zeros((dims.D, size)), jnp.zeros((dims.Dv, size)), *carry[1:])
         step = partial(_backward_tile, tiling, head)
         done = _visit(
             schedule, head, j, lambda masked, i, sums: step(masked, i, j, sums), varying_like(start, head.arrays)
         )
-        return (done.query, done.bias), (done.key.T, done.value.T)
+        return (done.query, done.bias, done.operands), (done.key.T, done.value.T)
 
     bias = head.arrays.get("bias")
     start = (
         jnp.zeros((tiling.rows * tiling.block_q, dims.D)),
         None if bias is None else jnp.zeros(bias.shape[2:]),
+        {name: jnp.zeros(head.arrays[name].shape[2:]) for name in _trained(head.arrays)},
     )
-    (dquery, dbias), (dkey, dvalue) = lax.scan(column, varying_like(start, head.arrays), jnp.arange(columns))
+    (dquery, dbias, operands), (dkey, dvalue) = lax.scan(column, varying_like(start, head.arrays), jnp.arange(columns))
     scale = tiling.spec.scale
     dkey_scale = 1.0 if tiling.scaled else scale  # the queries it multiplied may hold the scale already
     return _Gradients(
@@ -417,7 +484,13 @@ def _backward_head(tiling: _Tiling, head: _Head, schedule: Schedule) -> _Gradien
         dkey.reshape(columns * size, dims.D) * dkey_scale,
         dvalue.reshape(columns * size, dims.Dv),
         dbias,
+        operands,
     )
+
+
+def _trained(arrays: dict[str, jax.Array]) -> list[str]:
+    """The operands that have a gradient."""
+    return [name for name in arrays if name in ARRAYS and ARRAYS[name].grad]
 
 
 def _with_cotangents(arrays: dict[str, jax.Array], tiling: _Tiling, dout: Any, lse: Any, delta: Any):
@@ -447,15 +520,16 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     lse, delta = row_terms(residuals, cotangents)
     arrays = _with_cotangents(arrays, tiling, output_cotangent(residuals, cotangents).swapaxes(1, 2), lse, delta)
 
-    def one(total_bias: Any, number: jax.Array):
+    def one(totals: dict[str, jax.Array], number: jax.Array):
         head = _head(arrays, dims, number)
         gradients = _backward_head(tiling, head, schedule)
-        if total_bias is not None:
-            total_bias = total_bias.at[head.at("bias")].add(gradients.bias)
-        return total_bias, gradients._replace(bias=None)
+        of_head = gradients.operands if gradients.bias is None else gradients.operands | {"bias": gradients.bias}
+        totals = {name: x.at[head.at(name)].add(of_head[name]) for name, x in totals.items()}
+        return totals, gradients._replace(bias=None, operands={})
 
-    dbias = jnp.zeros(arrays["bias"].shape, jnp.float32) if "bias" in call else None
-    dbiases, by_head = _in_lanes(one, varying_like(dbias, arrays), dims.B * dims.H, config.lanes)
+    shared = [*(["bias"] if "bias" in call else []), *_trained(arrays)]
+    start = {name: jnp.zeros(arrays[name].shape, jnp.float32) for name in shared}
+    totals, by_head = _in_lanes(one, varying_like(start, arrays), dims.B * dims.H, config.lanes)
 
     def joined(x: jax.Array, heads: int, length: int, like: jax.Array) -> jax.Array:
         """(B * H, padded length, dim) to the layout of `like`, query heads of one key head summed."""
@@ -467,9 +541,9 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
         "key": joined(by_head.key, dims.Hkv, dims.S, call["key"]),
         "value": joined(by_head.value, dims.Hkv, dims.S, call["value"]),
     }
-    if dbias is not None:
-        bias, dbias = call["bias"], jnp.stack(dbiases).sum(0)
-        result["bias"] = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    for name in shared:
+        x, total = call[name], jnp.stack([lane[name] for lane in totals]).sum(0)
+        result[name] = total[tuple(slice(n) for n in x.shape)].astype(x.dtype)
     return result | sink_gradient(call, lse, delta)
 
 

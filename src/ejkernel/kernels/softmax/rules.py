@@ -1,0 +1,187 @@
+"""Mask and score functions of a call: as they are bound to it, and their values in jax.numpy."""
+
+from collections.abc import Callable
+from functools import lru_cache, reduce
+from operator import and_
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.expressions.binding import OPERAND_ARRAYS, Binder, Rule, Sizes, renumbered
+from ejkernel.expressions.derivatives import derivatives
+from ejkernel.expressions.evaluation import evaluate
+from ejkernel.expressions.nodes import (
+    FLOAT,
+    LOOKUP,
+    OPERAND,
+    TRUE,
+    Expression,
+    nodes,
+    score,
+    substituted,
+)
+from ejkernel.expressions.tracing import traced
+from ejkernel.ops import Dims
+
+ARRAYS = {name: Dims(names, grad=name.startswith("float")) for name, names in OPERAND_ARRAYS.items()}
+
+
+class Rules(NamedTuple):
+    """What is computed of each pair beyond the mask's other parts; None: nothing.
+
+    Attributes:
+        mask: whether a pair is visible.
+        score: the logit, from the one so far.
+    """
+
+    mask: Expression | None = None
+    score: Expression | None = None
+
+
+def mask_rule(function: Any, name: str = "mask_fn") -> Rule:
+    """A user's function of (b, h, i, j)."""
+    found = traced(function, name, scores=False)
+    return Rule(found.expression, found.arrays)
+
+
+def score_rule(function: Any, name: str = "score_fn") -> Rule:
+    """A user's function of (score, b, h, i, j)."""
+    found = traced(function, name, scores=True)
+    return Rule(found.expression, found.arrays)
+
+
+def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, dict[str, jax.Array]]:
+    """The rules of a call, and the arrays that they read."""
+    binder = Binder(sizes)
+    seen = None if mask is None else binder.bound(Rule(mask.expression, jax.lax.stop_gradient(mask.arrays)))
+    logits = None if scores is None else binder.bound(scores)
+    rules = Rules(None if seen is TRUE else seen, None if logits is score() else logits)
+    return rules, binder.arrays()
+
+
+def array_name(node: Expression) -> str:
+    """The array in which an operand lies, or a table."""
+    kind = "table" if node.name == LOOKUP else node.data[0]  # pyright: ignore[reportOptionalSubscript]
+    return f"{'float' if node.dtype == FLOAT else 'int'}_{kind}s"
+
+
+def trained_operands(expression: Expression) -> list[Expression]:
+    """The operands of an expression that have gradients."""
+    return [node for node in nodes(expression) if node.name in (OPERAND, LOOKUP) and node.dtype == FLOAT]
+
+
+class Slopes(NamedTuple):
+    """Derivatives of a score rule."""
+
+    score: Expression
+    operands: tuple[tuple[Expression, Expression], ...]  # the operand, and the derivative by it
+
+
+@lru_cache(maxsize=256)
+def slopes(rule: Expression) -> Slopes:
+    operands = trained_operands(rule)
+    found = derivatives(rule, [score(), *operands])
+    return Slopes(found[score()], tuple((node, found[node]) for node in operands))
+
+
+class TileOperands(NamedTuple):
+    """How the operands of a tile are read, of whatever shape broadcasts with its pairs.
+
+    Attributes:
+        scalar, row, column: `(array name, number)` to values.
+        table: an array's name to its entries (..., n).
+    """
+
+    scalar: Callable[[str, int], Any]
+    row: Callable[[str, int], Any]
+    column: Callable[[str, int], Any]
+    table: Callable[[str], Any] | None = None
+
+    def value(self, expression: Expression, i: Any, j: Any, logits: Any = None) -> Any:
+        """An expression at query indices i and key indices j."""
+
+        def operand(node: Expression) -> Any:
+            kind, number = node.data  # pyright: ignore[reportGeneralTypeIssues]
+            return getattr(self, kind)(array_name(node), number)
+
+        def load(node: Expression, index: tuple[Any, ...]) -> Any:
+            assert self.table is not None
+            return self.table(array_name(node))[..., table_index(node, index)]
+
+        return evaluate(expression, {"i": i, "j": j}, score=logits, operand=operand, load=load)
+
+
+def table_index(node: Expression, index: tuple[Any, ...]) -> Any:
+    """Where an entry lies among all tables of its dtype."""
+    offset, shape = node.data  # pyright: ignore[reportGeneralTypeIssues]
+    at = 0
+    for size, i in zip(shape, index, strict=True):
+        at = at * size + jnp.clip(i, 0, size - 1)
+    return at + offset
+
+
+def whole_operands(arrays: dict[str, Any]) -> TileOperands:
+    """Those of all pairs of a call, (B|1, H|1, T, S)."""
+    return TileOperands(
+        lambda name, n: arrays[name][:, :, n, None, None],
+        lambda name, n: arrays[name][:, :, n, :, None],
+        lambda name, n: arrays[name][:, :, n, None, :],
+        lambda name: arrays[name],
+    )
+
+
+def head_operands(arrays: dict[str, Any], queries: Any, keys: Any) -> TileOperands:
+    """Those of one (batch, head), whose arrays lack these axes, at query and key indices."""
+    return TileOperands(
+        lambda name, n: arrays[name][n],
+        lambda name, n: arrays[name][n, queries][:, None],
+        lambda name, n: arrays[name][n, keys][None],
+        lambda name: arrays[name],
+    )
+
+
+def at_keys(arrays: dict[str, Any], keys: jax.Array) -> TileOperands:
+    """Those of one key of each query, (B, H, T)."""
+
+    def column(name: str, n: int) -> Any:
+        x = arrays[name][:, :, n]
+        return jnp.take_along_axis(jnp.broadcast_to(x, (*keys.shape[:2], x.shape[-1])), keys, axis=-1)
+
+    return TileOperands(
+        lambda name, n: arrays[name][:, :, n, None],
+        lambda name, n: arrays[name][:, :, n],
+        column,
+        lambda name: _PerHead(arrays[name]),
+    )
+
+
+class _PerHead:
+    """A table (B|1, H|1, n) that is read at indices (B, H, T)."""
+
+    def __init__(self, table: Any):
+        self.table = table
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        index = jnp.asarray(at[1])
+        table = jnp.broadcast_to(self.table, (*index.shape[:2], self.table.shape[-1]))
+        return jnp.take_along_axis(table, index, axis=-1)
+
+
+def conjunction(*given: Rule | None) -> Rule | None:
+    """The mask rule of what all show."""
+    found = [rule for rule in given if rule is not None]
+    return reduce(and_, found) if found else None
+
+
+def composed(outer: Rule | None, inner: Rule | None) -> Rule | None:
+    """The score rule that applies one after the other."""
+    if outer is None or inner is None:
+        return inner if outer is None else outer
+    later = renumbered(outer.expression, len(inner.arrays))
+    return Rule(substituted(later, {score(): inner.expression}), (*inner.arrays, *outer.arrays))
+
+
+def has_table_gradient(expression: Expression) -> bool:
+    """Whether a score rule reads a table whose entries have a gradient."""
+    return any(node.name == LOOKUP for node in trained_operands(expression))
