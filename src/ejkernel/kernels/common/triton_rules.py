@@ -68,20 +68,24 @@ class DeviceFunction:
 NAMES = ("scalars", "rows", "columns", "tables")
 
 
+def layouts_of(arrays: Mapping[str, Any]) -> Layouts:
+    """Where the operands among the arrays of a call lie."""
+    counts = [[arrays.get(f"{dtype}_{name}") for name in NAMES[:3]] for dtype in ("int", "float")]
+    return Layouts(*(Layout(*(0 if x is None else x.shape[2] for x in parts)) for parts in counts))
+
+
 def flat_operands(arrays: Mapping[str, Any]) -> tuple[Layouts, dict[str, jax.Array | None]]:
     """Where operands lie, and all of them, (B|1, H|1, n) for each dtype, by the names that kernels have for them."""
-    layouts, flat = [], {}
+    flat = {}
     for dtype in ("int", "float"):
         parts = {name: arrays.get(f"{dtype}_{name}") for name in NAMES}
-        counts = [0 if x is None else x.shape[2] for x in parts.values()]
-        layouts.append(Layout(*counts[:3]))
         given = [x for x in parts.values() if x is not None]
         flat[f"p_{dtype}s"] = None
         if given:
             B, H = (max(x.shape[axis] for x in given) for axis in (0, 1))
             rows = [jnp.broadcast_to(x, (B, H, *x.shape[2:])).reshape(B, H, prod(x.shape[2:])) for x in given]
             flat[f"p_{dtype}s"] = jnp.concatenate(rows, 2)
-    return Layouts(*layouts), flat
+    return layouts_of(arrays), flat
 
 
 @cache

@@ -52,6 +52,8 @@ def unsupported(call: Call) -> list[str]:
         "explicit positions": "q_positions" in call and not packed,
         "dense masks": "mask" in call,
         "block patterns": "pattern" in call,
+        "a mask function": spec.rules.mask is not None,
+        "a score function": spec.rules.score is not None,
     }
     reasons = [reason for reason, holds in limits.items() if holds]
     return reasons + (_unsupported_packing(call, dims) if packed else [])

@@ -53,6 +53,8 @@ def unsupported(call: Call) -> list[str]:
         "explicit positions": "q_positions" in call and not packed,
         "dense masks": "mask" in call,
         "block patterns": "pattern" in call,
+        "a mask function": spec.rules.mask is not None,
+        "a score function": spec.rules.score is not None,
     }
     return [reason for reason, holds in limits.items() if holds]
 

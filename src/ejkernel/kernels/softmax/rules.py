@@ -185,3 +185,30 @@ def composed(outer: Rule | None, inner: Rule | None) -> Rule | None:
 def has_table_gradient(expression: Expression) -> bool:
     """Whether a score rule reads a table whose entries have a gradient."""
     return any(node.name == LOOKUP for node in trained_operands(expression))
+
+
+def operand_gradients(
+    call: Any, summed: Callable[[bool, Expression], jax.Array], table_gradients: Callable[[], dict[str, jax.Array]]
+) -> dict[str, jax.Array]:
+    """The gradients of a score function's operands.
+
+    Args:
+        call: the call.
+        summed: of a derivative by an operand, times those of the logits, the sums (B, H, S) over queries, where the
+            first argument is true, else (B, H, T) over keys.
+        table_gradients: those of tables, all in one.
+    """
+    rule = call.spec.rules.score
+    totals = {name: jnp.zeros(x.shape, jnp.float32) for name, x in call.arrays.items() if name in ARRAYS and ARRAYS[name].grad}
+    for node, slope in slopes(rule).operands:
+        if node.name == LOOKUP:
+            continue
+        name, (kind, number) = array_name(node), node.data  # pyright: ignore[reportGeneralTypeIssues]
+        sums = summed(kind == "column", slope)
+        if kind == "scalar":
+            sums = sums.sum(-1)
+        for axis in (0, 1):
+            if totals[name].shape[axis] == 1:
+                sums = sums.sum(axis, keepdims=True)
+        totals[name] = totals[name].at[:, :, number].set(sums)
+    return totals | (table_gradients() if has_table_gradient(rule) else {})

@@ -547,4 +547,9 @@ def backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dic
     return result | sink_gradient(call, lse, delta)
 
 
+def table_gradients(call: Call, residuals: Any, cotangents: Any) -> dict[str, jax.Array]:
+    """Those of what a score function looks up by query and key, for platforms that cannot add to any entry."""
+    return {"float_tables": backward(call, residuals, cotangents, default_config(call))["float_tables"]}
+
+
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

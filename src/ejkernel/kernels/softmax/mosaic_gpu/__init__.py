@@ -152,6 +152,10 @@ def unsupported(call: Call) -> list[str]:
         reasons.append(f"a block pattern needs blocks of multiples of {SUB_BLOCK}, not {spec.pattern_block}")
     if spec.pattern_by_position:
         reasons.append("a block pattern is read by index, not by position")
+    if spec.rules.mask is not None:
+        reasons.append(f"a mask function: {spec.rules.mask}")
+    if spec.rules.score is not None:
+        reasons.append(f"a score function: {spec.rules.score}")
     if spec.with_argmax:
         reasons.append("the argmax output is not implemented")
     if spec.logits_dtype != "float32":

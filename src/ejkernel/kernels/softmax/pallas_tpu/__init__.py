@@ -130,6 +130,8 @@ def unsupported(call: Call) -> list[str]:
     """Why a TPU cannot do the call; empty if it can."""
     if isinstance(call.spec.precision, jax.lax.DotAlgorithmPreset):
         return [f"precision {call.spec.precision}"]
+    if call.spec.rules != (None, None):
+        return ["mask and score functions"]
     return unsupported_config(call, default_config(call))
 
 

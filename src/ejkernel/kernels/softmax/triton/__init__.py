@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
+from ejkernel.expressions.nodes import Expression
 from ejkernel.kernels.common.dropout import threshold
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.triton_rules import DeviceFunction, flat_operands, layouts_of, unsupported_operations
 from ejkernel.kernels.common.triton_launch import TritonLaunch, run_nan_safe
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
+from ejkernel.kernels.softmax.rules import operand_gradients, slopes
 from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, by_index, in_order, plan
 from ejkernel.kernels.softmax.spec import Spec, dimensions
+from ejkernel.kernels.softmax.xla import table_gradients
 from ejkernel.ops import Call, Implementation
 
 LOG2_E = 1.4426950408889634
@@ -61,7 +65,7 @@ def unsupported(call: Call) -> list[str]:
         f"{call.target.arch}: needs sm_80 or newer": call.target.backend == "gpu" and call.target.capability < 80,
         f"precision {call.spec.precision}": isinstance(call.spec.precision, jax.lax.DotAlgorithmPreset),
     }
-    return [reason for reason, holds in limits.items() if holds]
+    return [reason for reason, holds in limits.items() if holds] + unsupported_operations(*call.spec.rules)
 
 
 # (forward, dq, dk/dv) or (forward, dq, dk, dv) by the padded head dim, each (block_q, block_k, warps, stages). The
@@ -181,6 +185,8 @@ def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str,
     """
     spec: Spec = call.spec
     pattern = call.get("pattern")
+    _, operands = flat_operands(call.arrays)
+    ints, floats = operands.values()
     cells = 0 if pattern is None else pattern.shape[2] * pattern.shape[3]
     row_strides = _strides(rows, 0 if rows is None else rows.shape[2])
     return {
@@ -195,6 +201,7 @@ def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str,
         "p_k_pos": call.get("kv_positions"),
         "p_mask": call.get("mask"),
         "p_pattern": pattern,
+        **operands,
         "p_seeds": call.get("dropout_seeds"),
         "p_rows": rows,
         "p_index": index,
@@ -206,6 +213,8 @@ def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str,
         **dict(zip(("s_rows_b", "s_rows_h"), row_strides, strict=True)),
         **dict(zip(("s_order_b", "s_order_h"), _strides(order, 0 if order is None else order.shape[2]), strict=True)),
         **dict(zip(("s_pattern_b", "s_pattern_h"), _strides(pattern, cells), strict=True)),
+        **dict(zip(("s_ints_b", "s_ints_h"), _strides(ints, 0 if ints is None else ints.shape[2]), strict=True)),
+        **dict(zip(("s_floats_b", "s_floats_h"), _strides(floats, 0 if floats is None else floats.shape[2]), strict=True)),
         "scale": spec.scale,
         "soft_cap": spec.soft_cap or 1.0,
         "keep_scale": 1.0 / (1.0 - spec.dropout),
@@ -236,6 +245,8 @@ def constants(call: Call, tile: Tile, **more: Any) -> Any:
     spec: Spec = call.spec
     dims = dimensions(call)
     capped, rounded = spec.soft_cap is not None, spec.logits_dtype != "float32"
+    layouts, (seen, scores) = layouts_of(call.arrays), spec.rules
+    slope = None if scores is None else slopes(scores).score
     pattern_q, pattern_k = spec.pattern_block or (None, None)
     pattern_rows, pattern_columns = call["pattern"].shape[2:] if spec.pattern_by_position else (None, None)
     return Constants(
@@ -264,7 +275,10 @@ def constants(call: Call, tile: Tile, **more: Any) -> Any:
         SINKS=_axes(call.get("sinks"), "BH"),
         CAPPED=capped,
         LOGITS=getattr(tl, spec.logits_dtype) if rounded else None,
-        PLAIN="bias" not in call and not capped and not rounded and spec.scale > 0,
+        PLAIN="bias" not in call and not capped and not rounded and scores is None and spec.scale > 0,
+        MASK_RULE=None if seen is None else DeviceFunction(seen, layouts),
+        SCORE_RULE=None if scores is None else DeviceFunction(scores, layouts),
+        SCORE_SLOPE=None if slope is None else DeviceFunction(slope, layouts),
         DROPOUT=spec.dropout > 0,
         ARGMAX=spec.with_argmax,
         TAIL_Q=dims.T % tile.block_q != 0,
@@ -276,6 +290,8 @@ def constants(call: Call, tile: Tile, **more: Any) -> Any:
 def hides_anything(call: Call) -> bool:
     """Whether a visited key can be hidden from a query, so that what it holds might leak as 0 * nan."""
     masks = ("q_segments", "q_positions", "mask", "pattern")
+    if call.spec.rules.mask is not None:
+        return True
     return call.spec.band != (None, None) or call.spec.chunk is not None or any(name in call for name in masks)
 
 
@@ -347,7 +363,25 @@ def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) ->
     gradients = {"query": dquery, "key": dkey, "value": dvalue} | sink_gradient(call, lse, delta)
     if "bias" in call:
         gradients["bias"] = _bias_gradient(call, config.dbias or config.dq, rows, block, dbias_kernel)
+    if call.spec.rules.score is not None:
+        summed = partial(_operand_gradient, call, config.dq, rows, block)
+        gradients |= operand_gradients(call, summed, partial(table_gradients, call, residuals, cotangents))
     return gradients
+
+
+def _operand_gradient(
+    call: Call, tile: Tile, rows: dict[str, Any], block: int, of_keys: bool, slope: Expression
+) -> jax.Array:
+    """Of each (batch, head), what a derivative of the score function by an operand sums to for each query or key."""
+    from ejkernel.kernels.softmax.triton.backward import column_operand_kernel, row_operand_kernel
+
+    B, T, S, H, *_ = dimensions(call)
+    made = DeviceFunction(slope, layouts_of(call.arrays))
+    tile = replace(tile, block_q=min(tile.block_q, block))
+    schedule = plan(call, tile.block_q, tile.block_k, "k" if of_keys else "q")
+    launch = _launch(call, tile, B * H, schedule, ROW_BLOCK=block, OPERAND_SLOPE=made)
+    kernel = column_operand_kernel if of_keys else row_operand_kernel
+    return launch.run(kernel, jax.ShapeDtypeStruct((B, H, S if of_keys else T), jnp.float32), **rows)
 
 
 def _padded_rows(call: Call, lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ejkernel.kernels.softmax.triton.tiles import (
     AXIS_H,
     AXIS_S,
     AXIS_T,
+    capped_logits,
     finished_logits,
     head_options,
     head_rows,
@@ -40,11 +41,12 @@ def tile_gradient(
     """From q.k and dout.v of a tile, in either orientation: the kept weights, ds, and which pairs are visible.
 
     b_lse is in units of log2 unless there is a bias, +inf for a row that saw nothing. ds is the gradient of the logits
-    before the soft cap.
+    before score function and soft cap; in a launch for an operand of a score function, by that operand.
     """
     unit = scale * LOG2_E
     if not C.PLAIN:
-        b_s = finished_logits(b_s * scale, o_q, o_k, options, T, S, soft_cap, C)
+        b_capped = capped_logits(b_s * scale, o_q, o_k, options, T, S, soft_cap, C)
+        b_s = finished_logits(b_capped, o_q, o_k, options, T, S, C)
         unit = LOG2_E
     if C.BIAS:
         # as in the forward; no weight is above 1, also where lse is rounded by more than that
@@ -58,8 +60,13 @@ def tile_gradient(
         b_kept = tl.where(m_keep, b_p * keep_scale, 0.0)
         b_dp = tl.where(m_keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta)
-    if C.CAPPED:
-        b_ds *= 1.0 - (b_s / soft_cap) * (b_s / soft_cap)
+    if C.OPERAND_SLOPE is not None:
+        b_ds *= C.OPERAND_SLOPE.call(o_q, o_k, b_capped, options[7], options[8], T, S)
+    else:
+        if C.SCORE_SLOPE is not None:
+            b_ds *= C.SCORE_SLOPE.call(o_q, o_k, b_capped, options[7], options[8], T, S)
+        if C.CAPPED:
+            b_ds *= 1.0 - (b_capped / soft_cap) * (b_capped / soft_cap)
     m_seen = (o_q < T) & (o_k < S)
     if MASKED:
         m_seen = visible(o_q, o_k, options, T, S, C)
@@ -86,9 +93,11 @@ def weighted_sum(b_w, b_rows, m_seen, b_acc, MASKED: tl.constexpr, C: tl.constex
 
 @triton.jit
 def dq_kernel(
-    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, p_seeds,
+    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
+    p_ints, p_floats, p_seeds,
     p_rows, p_index, p_flags, p_old_dq,
-    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
+    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h,
+    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
     p_dq, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +116,8 @@ def dq_kernel(
     p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
     p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
     options = head_options(
-        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+        s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
     )  # fmt: skip
     i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
     p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.LISTED), C.LISTS)
@@ -148,9 +158,11 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, p_seeds,
+    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
+    p_ints, p_floats, p_seeds,
     p_rows, p_index, p_order, p_flags, p_old_dk, p_old_dv,
-    T, S, s_rows_b, s_rows_h, s_order_b, s_order_h, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
+    T, S, s_rows_b, s_rows_h, s_order_b, s_order_h, s_pattern_b, s_pattern_h,
+    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
     p_dk, p_dv, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +197,8 @@ def dkv_kernel(
         p_doh = head_rows(p_dout, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST)
         o_head = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK)
         options = head_options(
-            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
+            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+            s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
         )  # fmt: skip
         p_row, p_list = schedule_row(
             p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(T, C.BQ), C.LISTS
@@ -231,8 +244,10 @@ def dkv_kernel(
 
 @triton.jit
 def dbias_kernel(
-    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, p_seeds,
-    T, S, B, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
+    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
+    p_ints, p_floats, p_seeds,
+    T, S, B, s_pattern_b, s_pattern_h,
+    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
     p_dbias,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +288,8 @@ def dbias_kernel(
         b_k = load_rows(head_rows(p_k, i_b, i_h // C.G, S, C.HK, C.D), i_k, S, C.HK * C.D, C.BK, C.D, C.BD, True)
         b_v = load_rows(head_rows(p_v, i_b, i_h // C.G, S, C.HK, C.DV), i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV, True)
         options = head_options(
-            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
+            p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+            s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
         )  # fmt: skip
         seed = tl.load(p_seeds + i_b * C.H + i_h) if C.DROPOUT else tl.full([], 0, tl.uint32)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
@@ -295,6 +311,96 @@ def dbias_kernel(
         tl.store(p_dbias + o_s, tl.sum(b_sum, 0), mask=o_s < S)
     else:
         tl.store(p_dbias + tl.arange(0, 1), tl.sum(tl.sum(b_sum, 1, keep_dims=True), 0))
+
+
+@triton.jit
+def row_operand_kernel(
+    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
+    p_ints, p_floats, p_seeds,
+    p_rows, p_index,
+    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h,
+    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
+    p_doperand,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what a score function reads for each query: of a block of them, summed over keys."""
+    i_row, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = i_bh // C.H, i_bh % C.H
+    i_hk = i_h // C.G
+    i_q = i_row * C.BQ
+    o_q = i_q + tl.arange(0, C.BQ)
+    options = head_options(
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+        s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
+    )  # fmt: skip
+    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(S, C.BK), C.LISTS)
+    _, n_all = block_counts(p_row, C.LISTS)
+    seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
+    o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
+    b_lse = tl.load(p_lse + o_row)
+    b_delta = tl.load(p_delta + o_row)
+    b_q = load_rows(head_rows(p_q, i_b, i_h, T, C.H, C.D), i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, True)
+    b_do = load_rows(head_rows(p_dout, i_b, i_h, T, C.H, C.DV), i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+    # (BQ,)
+    b_sum = tl.full([C.BQ], 0.0, tl.float32)
+    for n in range(n_all):
+        i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
+        o_k = i_k + tl.arange(0, C.BK)
+        b_k = load_rows(head_rows(p_k, i_b, i_hk, S, C.HK, C.D), i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
+        b_v = load_rows(head_rows(p_v, i_b, i_hk, S, C.HK, C.DV), i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
+        _, b_ds, _m = tile_gradient(
+            b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, options, T, S,
+            scale, soft_cap, keep_scale, threshold, True, C,
+        )  # fmt: skip
+        b_sum += tl.sum(b_ds, 1)
+    tl.store(p_doperand + i_bh.to(tl.int64) * T + o_q, b_sum, mask=o_q < T)
+
+
+@triton.jit
+def column_operand_kernel(
+    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
+    p_ints, p_floats, p_seeds,
+    p_rows, p_index,
+    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h,
+    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
+    p_doperand,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what a score function reads for each key: of a block of them, summed over queries."""
+    i_row, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = i_bh // C.H, i_bh % C.H
+    i_hk = i_h // C.G
+    i_k = i_row * C.BK
+    o_k = i_k + tl.arange(0, C.BK)
+    options = head_options(
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+        s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
+    )  # fmt: skip
+    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(T, C.BQ), C.LISTS)
+    _, n_all = block_counts(p_row, C.LISTS)
+    seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
+    b_k = load_rows(head_rows(p_k, i_b, i_hk, S, C.HK, C.D), i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
+    b_v = load_rows(head_rows(p_v, i_b, i_hk, S, C.HK, C.DV), i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
+    # (BK,)
+    b_sum = tl.full([C.BK], 0.0, tl.float32)
+    for n in range(n_all):
+        i_q = block_at(p_row, p_list, n, C.LISTS) * C.BQ
+        o_q = i_q + tl.arange(0, C.BQ)
+        o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
+        b_lse = tl.load(p_lse + o_row)
+        b_delta = tl.load(p_delta + o_row)
+        b_q = load_rows(head_rows(p_q, i_b, i_h, T, C.H, C.D), i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, True)
+        b_do = load_rows(head_rows(p_dout, i_b, i_h, T, C.H, C.DV), i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
+        _, b_ds, _m = tile_gradient(
+            b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, options, T, S,
+            scale, soft_cap, keep_scale, threshold, True, C,
+        )  # fmt: skip
+        b_sum += tl.sum(b_ds, 0)
+    tl.store(p_doperand + i_bh.to(tl.int64) * S + o_k, b_sum, mask=o_k < S)
 
 
 @triton.jit

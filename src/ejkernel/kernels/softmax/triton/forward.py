@@ -20,6 +20,7 @@ from ejkernel.kernels.common.triton_tiles import (
     store_rows,
 )
 from ejkernel.kernels.softmax.triton.tiles import (
+    capped_logits,
     finished_logits,
     head_options,
     head_rows,
@@ -34,9 +35,11 @@ from ejkernel.kernels.softmax.triton.tiles import (
 
 @triton.jit
 def forward_kernel(
-    p_q, p_k, p_v, p_bias, p_sinks, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern, p_seeds,
+    p_q, p_k, p_v, p_bias, p_sinks, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
+    p_ints, p_floats, p_seeds,
     p_rows, p_index, p_flags, p_old_out, p_old_lse, p_old_total, p_old_argmax,
-    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h, scale, soft_cap, keep_scale, threshold,
+    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h,
+    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
     p_out, p_lse, p_total, p_argmax, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +58,8 @@ def forward_kernel(
     p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
     p_out = head_rows(p_out, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST)
     options = head_options(
-        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h, C
+        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+        s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
     )  # fmt: skip
     i_list = i_b * s_rows_b + i_h * s_rows_h + i_row
     p_row, p_list = schedule_row(p_rows, p_index, i_list, tl.cdiv(S, C.LISTED), C.LISTS)
@@ -94,7 +98,8 @@ def forward_kernel(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
             unit = scale * LOG2_E
             if not C.PLAIN:
-                b_s = finished_logits(b_s * scale, o_q[:, None], o_k[None, :], options, T, S, soft_cap, C)
+                b_s = capped_logits(b_s * scale, o_q[:, None], o_k[None, :], options, T, S, soft_cap, C)
+                b_s = finished_logits(b_s, o_q[:, None], o_k[None, :], options, T, S, C)
                 unit = LOG2_E
             if MASKED:
                 m_seen = visible(o_q[:, None], o_k[None, :], options, T, S, C)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.common.triton_rules import DeviceFunction
 from ejkernel.kernels.common.triton_tiles import (
     block_at,
     load_rows,
@@ -42,6 +43,8 @@ class Constants:
         SUB_BLOCK: how many keys lie together where a tile's keys come in sub-blocks; None: they are one run.
         HEADS_FIRST: whether q, k, v, out and their gradients are (B, H, length, D) in memory, not (B, length, H, D).
         WIDE: what 8-bit inputs are computed in, or None.
+        MASK_RULE, SCORE_RULE, SCORE_SLOPE: mask and score functions and the latter's derivative, or None.
+        OPERAND_SLOPE: in a launch for an operand of the score function, the derivative by it.
     """
 
     H: int
@@ -83,6 +86,10 @@ class Constants:
     SUB_BLOCK: int | None = None
     HEADS_FIRST: bool = False
     WIDE: tl.dtype | None = None
+    MASK_RULE: DeviceFunction | None = None
+    SCORE_RULE: DeviceFunction | None = None
+    SCORE_SLOPE: DeviceFunction | None = None
+    OPERAND_SLOPE: DeviceFunction | None = None
 
     # keys of a block of the schedule, and how many such a tile has
     @property
@@ -204,7 +211,8 @@ def floor_div(x, N: tl.constexpr):
 
 @triton.jit
 def head_options(
-    p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, i_b, i_h, T, S, s_pattern_b, s_pattern_h,
+    p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+    s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h,
     C: tl.constexpr,
 ):  # fmt: skip
     """The arrays of one (batch, head) that logits and masks are made of, as the functions below take them."""
@@ -215,13 +223,15 @@ def head_options(
     p_k_seg = head_start(p_k_seg, i_b, i_h, T, S, C.H, C.K_SEGMENTS)
     p_q_pos = head_start(p_q_pos, i_b, i_h, T, S, C.H, C.Q_POSITIONS)
     p_k_pos = head_start(p_k_pos, i_b, i_h, T, S, C.H, C.K_POSITIONS)
-    return p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos
+    p_ints += i_b.to(tl.int64) * s_ints_b + i_h.to(tl.int64) * s_ints_h
+    p_floats += i_b.to(tl.int64) * s_floats_b + i_h.to(tl.int64) * s_floats_h
+    return p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats
 
 
 @triton.jit
 def visible(o_q, o_k, options, T, S, C: tl.constexpr):
     """Which pairs are visible, for query and key indices that broadcast against each other."""
-    _, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos = options
+    _, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats = options
     m_q, m_k = o_q < T, o_k < S
     m_seen = m_q & m_k
     if C.Q_POSITIONS:
@@ -243,6 +253,8 @@ def visible(o_q, o_k, options, T, S, C: tl.constexpr):
     if C.MASK:
         b_mask = tl.load(tile_of(p_mask, o_q, o_k, S, C.MASK), mask=m_q & m_k, other=0)
         m_seen &= b_mask != 0
+    if C.MASK_RULE is not None:
+        m_seen &= C.MASK_RULE.call(o_q, o_k, 0.0, p_ints, p_floats, T, S)
     if C.PATTERN_ROWS is not None:
         m_cells = m_seen & (b_qp >= 0) & (b_qp < C.PATTERN_ROWS * C.PATTERN_Q)
         m_cells &= (b_kp >= 0) & (b_kp < C.PATTERN_COLUMNS * C.PATTERN_K)
@@ -255,13 +267,21 @@ def visible(o_q, o_k, options, T, S, C: tl.constexpr):
 
 
 @triton.jit
-def finished_logits(b_s, o_q, o_k, options, T, S, soft_cap, C: tl.constexpr):
-    """Scaled logits after bias, soft cap and rounding."""
+def capped_logits(b_s, o_q, o_k, options, T, S, soft_cap, C: tl.constexpr):
+    """Scaled logits after bias and soft cap."""
     if C.BIAS:
         m_in = (o_q < T) & (o_k < S)
         b_s += tl.load(tile_of(options[0], o_q, o_k, S, C.BIAS), mask=m_in, other=0.0).to(tl.float32)
     if C.CAPPED:
         b_s = soft_cap * tanh(b_s / soft_cap)
+    return b_s
+
+
+@triton.jit
+def finished_logits(b_s, o_q, o_k, options, T, S, C: tl.constexpr):
+    """Capped logits after the score function and rounding."""
+    if C.SCORE_RULE is not None:
+        b_s = C.SCORE_RULE.call(o_q, o_k, b_s, options[7], options[8], T, S)
     if C.LOGITS is not None:
         b_s = b_s.to(C.LOGITS).to(tl.float32)
     return b_s
