@@ -117,10 +117,10 @@ def layers() -> dict[str, set[str]]:
 
 def test_layers_import_one_another_in_one_direction():
     from_the_ground_up = order(layers())
-    for some in (["checks", "cache", "types", "kernels", "modules"], ["ops", "kernels/common", "kernels"]):
+    for some in (["checks", "expressions", "types", "kernels", "modules"], ["ops", "kernels/common", "kernels"]):
         assert sorted(some, key=from_the_ground_up.index) == some
-    assert layers()["checks"] == layers()["families"] == set() and layers()["ops"] <= {"checks", "families"}
-    assert layers()["cache"] == {"checks"} and layers()["types"] == {"checks", "cache"}
+    assert layers()["checks"] == layers()["families"] == layers()["expressions"] == set() and layers()["ops"] <= {"checks", "families"}
+    assert layers()["cache"] == {"checks"} and layers()["types"] == {"checks", "cache", "expressions"}
 
 
 def test_what_is_installed_needs_no_benchmark():

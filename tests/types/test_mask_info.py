@@ -191,10 +191,10 @@ def test_chunked(T, S):
 
 
 @pytest.mark.parametrize("first, second, symbolic", [(4, 2, True), (2, 4, True), (3, 3, True), (2, 3, False)])
-def test_second_chunk_is_dense_only_if_it_does_not_nest(first, second, symbolic):
+def test_second_chunk_is_a_rule_only_if_it_does_not_nest(first, second, symbolic):
     info = MaskInfo(7, 7).apply_chunked(first).apply_chunked(second)
     check(info, lambda b, h, i, j: i // first == j // first and i // second == j // second)
-    assert (info.dense is None) == symbolic
+    assert info.is_symbolic and (info.rule is None) == symbolic
 
 
 def test_kv_lengths_fold_into_ids():
@@ -223,7 +223,7 @@ def test_token_types(combine, T, S):
         return equal if combine == "replace" else equal and segment and causal
 
     check(info, visible)
-    assert (info.dense is None) == (combine != "union")
+    assert info.is_symbolic and (info.rule is None) == (combine != "union")
 
 
 def test_token_types_loosen_nothing_in_plain_segments():
@@ -327,8 +327,9 @@ def test_and_of_symbolic_parts_stays_symbolic():
     for left in SYMBOLIC:
         for right in SYMBOLIC:
             assert (kinds[left][0] & kinds[right][0]).dense is None, (left, right)
-    assert (kinds["odd_pattern"][0] & kinds["pattern"][0]).dense is not None
-    assert (kinds["chunk"][0] & kinds["other_chunk"][0]).dense is not None
+    for left, right in (("odd_pattern", "pattern"), ("chunk", "other_chunk")):
+        mask = kinds[left][0] & kinds[right][0]
+        assert mask.dense is None and mask.rule is not None
 
 
 def test_symbolic_masks_never_make_a_square_array():

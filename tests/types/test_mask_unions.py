@@ -1,4 +1,4 @@
-"""`a | b`: right in every case, symbolic where it can be, and where not it says so."""
+"""`a | b`: right in every case, by fields where it can be, else by a rule; a T x S array is made by none."""
 
 import jax
 import jax.numpy as jnp
@@ -50,25 +50,32 @@ def symbolic_pairs():
 
 
 @pytest.mark.parametrize("name", symbolic_pairs())
-def test_unions_that_have_a_symbolic_form_stay_symbolic(name):
+def test_unions_that_fields_can_say_have_no_rule(name):
     a, b = symbolic_pairs()[name]
-    assert union(a, b).is_symbolic and union(b, a).is_symbolic
+    for either in (union(a, b), union(b, a)):
+        assert either.is_symbolic and either.rule is None
 
 
-def test_unions_without_one_are_dense_and_say_so():
+def test_other_unions_are_rules():
     plain, segments = MaskInfo(5, 5), MaskInfo.from_segments(random_ids(1, 2, 5))
     bands = union(plain.replace(band=(-3, -2)), plain.replace(band=(0, 0)))
-    assert not bands.is_symbolic and repr(bands) == "MaskInfo(T=5, S=5, dense=(1, 1, 5, 5))"
-    assert not union(plain.apply_chunked(2), plain.apply_chunked(3)).is_symbolic
-    assert not union(segments, plain.apply_causal()).is_symbolic
-    assert not union(segments, MaskInfo.from_segments(random_ids(2, 1, 5))).is_symbolic
+    assert repr(bands) == "MaskInfo(T=5, S=5, rule=(((j - i) >= -3) & ((j - i) <= -2)) | (((j - i) >= 0) & ((j - i) <= 0)))"
+    dense = MaskInfo.from_attention_mask(random_mask(4, (2, 5, 5)))
+    for a, b in (
+        (plain.apply_chunked(2), plain.apply_chunked(3)),
+        (segments, plain.apply_causal()),
+        (segments, MaskInfo.from_segments(random_ids(2, 1, 5))),
+        (segments.apply_causal(), dense),
+        (plain.apply_causal(), MaskInfo.from_function(lambda b, h, i, j: i == j - 2, q_len=5)),
+    ):
+        assert union(a, b).is_symbolic and union(a, b).rule is not None
 
 
 def test_what_masks_agree_in_stays_out_of_their_union():
-    """Segments, and the batch with them: the array has one row."""
+    """Segments, and the batch with them: the rule has no array."""
     segments = MaskInfo.from_segments(random_ids(1, 2, 5))
     chunked = union(segments.apply_causal(), segments.apply_chunked(2))
-    assert chunked.dense.shape == (1, 1, 5, 5) and chunked.q_ids is segments.q_ids
+    assert chunked.rule.arrays == () and chunked.q_ids is segments.q_ids
     banded = union(segments.apply_causal(), MaskInfo.from_segments(random_ids(2, 2, 5)).apply_causal())
     assert banded.band == (None, 0)
 
@@ -79,7 +86,9 @@ def test_symbolic_unions_never_make_a_square_array():
     @jax.jit
     def build(ids):
         info = MaskInfo.from_segments(ids)
-        return info.apply_causal() | info.apply_sliding_window((3, 64))
+        images = info.apply_causal().apply_token_type_ids(ids)
+        return info.apply_causal() | info.apply_sliding_window((3, 64)), images, images | MaskInfo.prefix_lm([9, 70], q_len=L)
 
-    either = build(jnp.zeros((2, L), jnp.int32))
+    either, *others = build(jnp.zeros((2, L), jnp.int32))
     assert either.is_symbolic and either.band == (None, 64)
+    assert all(x.size <= 2 * L for mask in others for x in jax.tree.leaves(mask))

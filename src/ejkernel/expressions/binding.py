@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from ejkernel.expressions.evaluation import evaluate, gather
 from ejkernel.expressions.nodes import (
+    AXIS,
     BOOL,
     CONST,
     FLOAT,
@@ -96,16 +97,32 @@ def distance(q_pos: Any, kv_pos: Any, offset: int) -> Rule:
     return Rule(load(1, (B, J), INT) - load(0, (B, I), INT), (q_pos, kv_pos))
 
 
-def full_rank(rule: Rule) -> Rule:
-    """The rule with the batch axis of each array, which it lacks inside a vmap, and of which it has two after."""
-    ranks = {node.data: len(node.args) for node in nodes(rule.expression) if node.name == LOAD}
+def full_rank(rule: Rule, rows: int = 1) -> Rule:
+    """The rule with the batch axis of each array, which it lacks inside a vmap, and of which it has two after.
 
-    def one(x: Any, rank: int) -> Any:
-        if x.ndim == rank:
-            return x
-        return x[None] if x.ndim < rank else x.reshape(-1, *x.shape[x.ndim - rank + 1 :])
+    `rows` is the batch of whatever is used with it; an array that has one row for several of these repeats it.
+    """
+    dims = array_dims(rule)
+    folded = [_with_rank(x, len(dims[n])) for n, x in enumerate(rule.arrays)]
+    rows = max([rows, *(x.shape[0] for x in folded)])
+    mapped = [x.ndim > len(dims[n]) and 1 < folded[n].shape[0] < rows for n, x in enumerate(rule.arrays)]
+    repeated = (jnp.repeat(x, rows // x.shape[0], axis=0) if m else x for x, m in zip(folded, mapped, strict=True))
+    return Rule(rule.expression, tuple(repeated))
 
-    return Rule(rule.expression, tuple(one(x, ranks.get(n, x.ndim)) for n, x in enumerate(rule.arrays)))
+
+def _with_rank(x: Any, rank: int) -> Any:
+    if x.ndim == rank:
+        return x
+    return x[None] if x.ndim < rank else x.reshape(-1, *x.shape[x.ndim - rank + 1 :])
+
+
+def array_dims(rule: Rule) -> list[tuple[str, ...]]:
+    """The dimensions of each array of a rule: "b", "h", "i" and "j" where these index it, else ""."""
+    dims: list[tuple[str, ...]] = [()] * len(rule.arrays)
+    for node in nodes(rule.expression):
+        if node.name == LOAD:
+            dims[node.data] = tuple(str(index.data) if index.name == AXIS else "" for index in node.args)  # pyright: ignore
+    return [d or ("b", *[""] * (x.ndim - 1)) for d, x in zip(dims, rule.arrays, strict=True)]
 
 
 def head_counts(rule: Rule) -> set[int]:

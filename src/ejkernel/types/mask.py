@@ -26,7 +26,7 @@ from ejkernel.checks.arrays import (
 )
 from ejkernel.checks.options import static_int
 from ejkernel.expressions.binding import Rule
-from ejkernel.expressions.nodes import INT, B, I, J, load, substituted
+from ejkernel.expressions.nodes import INT, LOAD, B, Expression, I, J, load, rebuilt, rewritten
 from ejkernel.expressions.tracing import traced
 from ejkernel.types import segments
 from ejkernel.types.conversions import mask_to_segment_ids, segment_ids_to_mask
@@ -262,13 +262,7 @@ class MaskInfo(MaskFields):
         """
         T = static_int("q_len", q_len, 0)
         S = T if kv_len is None else static_int("kv_len", kv_len, 0)
-        mask = cls(T, S, cross=T != S).apply_function(mask_fn)
-        count = static_int("batch_size", batch_size, 1)
-        if count == 1 or mask.rule is None:
-            return mask
-        row = load(len(mask.rule.arrays), (B,), INT)
-        rule = Rule(substituted(mask.rule.expression, {B: row}), (*mask.rule.arrays, jnp.arange(count, dtype=jnp.int32)))
-        return dataclasses.replace(mask, rule=rule)
+        return cls(T, S, cross=T != S)._with_function(mask_fn, static_int("batch_size", batch_size, 1))
 
     @classmethod
     def from_bounds(
@@ -356,8 +350,16 @@ class MaskInfo(MaskFields):
         >>> MaskInfo(3, 3).apply_causal().apply_function(lambda b, h, i, j: j != 1).attention_mask[0, 0].astype(int).tolist()
         [[1, 0, 0], [1, 0, 0], [1, 0, 1]]
         """
+        return self._with_function(mask_fn, self.batch_size)
+
+    def _with_function(self, mask_fn: Callable[..., Any], batch_size: int) -> "MaskInfo":
         found = traced(mask_fn, "mask_fn", scores=False)
-        return self._with_rule(Rule(found.expression, found.arrays))
+        if batch_size == 1:
+            return self._with_rule(Rule(found.expression, found.arrays))
+        # numbers of rows that stay theirs where a vmap makes more of them
+        row = load(len(found.arrays), (B,), INT)
+        arrays = (*found.arrays, jnp.arange(batch_size, dtype=jnp.int32))
+        return self._with_rule(Rule(_by_number(found.expression, row), arrays))
 
     def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
         """Also requires that query i sees keys in `[starts[i], ends[i])` alone: see `from_bounds`."""
@@ -500,7 +502,7 @@ class MaskInfo(MaskFields):
         >>> causal | MaskInfo(4, 4).apply_sliding_window((1, 2))
         MaskInfo(T=4, S=4, band=(None, 2))
         >>> causal | MaskInfo(4, 4).apply_chunked(2)
-        MaskInfo(T=4, S=4, rule=((j - (i + 0)) <= 0) | ((i // 2) == (j // 2)))
+        MaskInfo(T=4, S=4, rule=((j - i) <= 0) | ((i // 2) == (j // 2)))
         """
         if not isinstance(other, MaskInfo):
             return NotImplemented
@@ -651,3 +653,14 @@ class MaskInfo(MaskFields):
         if positions is None:
             positions = segments.positions_within(self.ids_or_zeros()[side])
         return jnp.broadcast_to(positions, (self.batch_size, length))
+
+
+def _by_number(expression: Expression, row: Expression) -> Expression:
+    """The expression with the number of a row in place of its index, but where that is an array's first index."""
+
+    def rule(node: Expression) -> Expression | None:
+        if node.name != LOAD:
+            return rebuilt(node, tuple(row if arg is B else arg for arg in node.args)) if B in node.args else None
+        return rebuilt(node, (node.args[0], *(row if arg is B else arg for arg in node.args[1:])))
+
+    return row if expression is B else rewritten(expression, rule)

@@ -107,7 +107,9 @@ class MaskFields:
         lengths = {"q_ids": (T,), "kv_ids": (S,), "q_pos": (T,), "kv_pos": (S,), "dense": (T, S)}
         arrays = {name: _at_length(getattr(self, name), lengths) for name, lengths in lengths.items()}
         pattern = self.pattern and dataclasses.replace(self.pattern, blocks=with_rank(self.pattern.blocks, 4))
-        return dataclasses.replace(self, **arrays, pattern=pattern, rule=self.rule and full_rank(self.rule))
+        fields = [*arrays.values(), pattern and pattern.blocks]
+        rows = max((x.shape[0] for x in fields if x is not None), default=1)
+        return dataclasses.replace(self, **arrays, pattern=pattern, rule=self.rule and full_rank(self.rule, rows))
 
     def with_lengths(self, q_len: int, kv_len: int) -> Self:
         """The same for other lengths, on each side where the arrays say nothing of single tokens; else as it is."""

@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.expressions.binding import array_dims
 from ejkernel.types.mask_fields import MaskFields
 
 MASK_DIMS = {
@@ -24,8 +25,11 @@ Axes = str | tuple[str, ...] | None
 def mask_shardings(mask: M, mesh: Mesh | AbstractMesh, axes: Mapping[str, Axes]) -> M:
     """The mask's tree with a NamedSharding per array, from mesh axes by dimension."""
 
+    letters = {"b": "B", "h": "H", "i": "T", "j": "S", "": ""}
+    of_rule = [] if mask.rule is None else [[letters[dim] for dim in dims] for dims in array_dims(mask.rule)]
+
     def sharding(path, x):
-        dims = MASK_DIMS[path[0].name].split()
+        dims = of_rule[path[-1].idx] if path[0].name == "rule" else MASK_DIMS[path[0].name].split()
         dims = [""] * (x.ndim - len(dims)) + dims[-x.ndim :]
         spec, used = [], set()  # an axis serves the first dimension that asks for it
         for dim, size in zip(dims, x.shape, strict=True):
