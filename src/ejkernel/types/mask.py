@@ -35,6 +35,7 @@ from ejkernel.types.mask_fields import ARRAY_FIELDS, STATIC_FIELDS, MaskFields, 
 from ejkernel.types.mask_rules import both as both_rules
 from ejkernel.types.mask_rules import bounds_rule, causal_rule
 from ejkernel.types.pattern import BlockPattern
+from ejkernel.types.recognition import recognised
 from ejkernel.types.shardings import mask_shardings
 from ejkernel.types.slices import at_tokens, last_tokens
 from ejkernel.types.visualize import MOST_DRAWN, Kind, checked_cells, drawn, has_values, html, visibility
@@ -354,12 +355,24 @@ class MaskInfo(MaskFields):
 
     def _with_function(self, mask_fn: Callable[..., Any], batch_size: int) -> "MaskInfo":
         found = traced(mask_fn, "mask_fn", scores=False)
-        if batch_size == 1:
-            return self._with_rule(Rule(found.expression, found.arrays))
-        # numbers of rows that stay theirs where a vmap makes more of them
-        row = load(len(found.arrays), (B,), INT)
-        arrays = (*found.arrays, jnp.arange(batch_size, dtype=jnp.int32))
-        return self._with_rule(Rule(_by_number(found.expression, row), arrays))
+        rule = Rule(found.expression, found.arrays)
+        if batch_size > 1:
+            # numbers of rows that stay theirs where a vmap makes more of them
+            row = load(len(rule.arrays), (B,), INT)
+            parts = self.recognised(rule)
+            rule = Rule(_by_number(rule.expression, row), (*rule.arrays, jnp.arange(batch_size, dtype=jnp.int32)))
+            return self._with_rule(rule) if parts.rule is not None else self & parts
+        return self & self.recognised(rule)
+
+    def recognised(self, rule: Rule, *, differences_alone: bool = False) -> "MaskInfo":
+        """A mask of these lengths that shows what a rule does, as band, chunk and segments where it is such."""
+        T, S = self.q_len, self.kv_len
+        found = recognised(rule, differences_alone=differences_alone)
+        chunk, rest = found.chunk, found.rest
+        if chunk is not None and T != S:  # of positions, which are counted from the end
+            chunk, rest = None, both_rules(rest, Rule((I // chunk).equals(J // chunk)))
+        mask = MaskInfo(T, S, found.q_ids, found.kv_ids, chunk=chunk, rule=rest, cross=T != S)
+        return mask.narrowed(tuple(None if x is None else x - (S - T) for x in found.band))
 
     def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
         """Also requires that query i sees keys in `[starts[i], ends[i])` alone: see `from_bounds`."""

@@ -63,6 +63,15 @@ class MaskFields:
         pairs = jnp.ones((1, 1, len(q_index), len(kv_index)), bool)
         return visible(queries, keys, m.band, m.chunk, pairs=pairs, also=rules)
 
+    def with_dense_rule(self) -> Self:
+        """The same with a T x S array in place of its rule, for functions that read none."""
+        if self.rule is None:
+            return self
+        m = self.canonical()
+        seen = m._rule_at(jnp.arange(self.q_len)[:, None], jnp.arange(self.kv_len)[None])
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], self.q_len, self.kv_len))
+        return dataclasses.replace(m, rule=None, dense=seen if m.dense is None else m.dense & seen)
+
     def _rule_at(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
         """What the rule shows, (B|1, H|1, t, s)."""
         heads = max(self._heads(), default=1)

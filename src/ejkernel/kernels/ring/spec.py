@@ -52,7 +52,13 @@ def canonicalise(
     for name, given, known in (("layout", layout, LAYOUTS), ("method", method, METHODS)):
         if not isinstance(given, str) or given not in known:
             raise ValueError(f"{name}={given!r} is unknown; use one of {', '.join(map(repr, known))}")
+    if (mask := options.get("mask_info")) is not None:
+        options["mask_info"] = mask.with_dense_rule()
     call = softmax.canonicalise(query, key, value, None, None, None, softmax_aux, **options)
+    if call.spec.rules != (None, None):
+        raise NotImplementedError(
+            "ring_attention takes no traced window or soft cap: give numbers, or split heads and batch alone"
+        )
     if "pattern" in call:
         raise NotImplementedError(
             "ring_attention takes no block pattern: give it as a mask, or as segments or a window"

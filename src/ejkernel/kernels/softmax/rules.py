@@ -12,6 +12,7 @@ from ejkernel.expressions.binding import OPERAND_ARRAYS, Binder, Rule, Sizes, re
 from ejkernel.expressions.derivatives import derivatives
 from ejkernel.expressions.evaluation import evaluate
 from ejkernel.expressions.nodes import (
+    CONST,
     FLOAT,
     LOOKUP,
     OPERAND,
@@ -166,6 +167,19 @@ class _PerHead:
         index = jnp.asarray(at[1])
         table = jnp.broadcast_to(self.table, (*index.shape[:2], self.table.shape[-1]))
         return jnp.take_along_axis(table, index, axis=-1)
+
+
+def recognised_cap(expression: Expression) -> float | None:
+    """c, of `c * tanh(score / c)` with a known one, which kernels have as an option."""
+    if expression.name != "mul":
+        return None
+    for cap, other in (expression.args, expression.args[::-1]):
+        if cap.name != CONST or cap.data <= 0 or other.name != "tanh":  # pyright: ignore[reportOperatorIssue]
+            continue
+        (inside,) = other.args
+        if inside is score() / cap:
+            return cap.data  # pyright: ignore[reportReturnType]
+    return None
 
 
 def conjunction(*given: Rule | None) -> Rule | None:

@@ -1,5 +1,6 @@
 """The canonical call of softmax attention: every check and every default is here."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from ejkernel.kernels.common.dropout import head_seeds
 from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.kernels.softmax import rules
-from ejkernel.kernels.softmax.rules import Rules
+from ejkernel.kernels.softmax.rules import Rules, recognised_cap
 from ejkernel.ops import Call, Dims
 from ejkernel.types import MaskInfo
 
@@ -143,6 +144,8 @@ def canonicalise(
     query, key, value, batch, dims = checked_tokens(query, key, value)
     offsets = _packed_offsets(dims, cum_seqlens_q, cum_seqlens_k)
     mask = _combined_mask(dims, mask_info, offsets)
+    if mask_fn is not None:
+        mask &= _function_mask(mask, rules.mask_rule(mask_fn), offsets, dims)
     called = dict(zip(_RENAMED, _RENAMED, strict=True)) | {**names}
     query, scale = with_static_scale(called["softmax_scale"], query, softmax_scale)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -160,12 +163,11 @@ def canonicalise(
         arrays["dropout_seeds"] = head_seeds(_seed(called["dropout_seed"], dropout_seed), dims.B, dims.H)
     cap, cap_rule = _soft_cap(logits_soft_cap)
     band, window_rule = _window(sliding_window, dims, mask)
-    functions = _Functions(
-        mask_fn=None if mask_fn is None else rules.mask_rule(mask_fn),
-        score_fn=None if score_fn is None else rules.score_rule(score_fn),
-    ).counted_in(offsets, dims)
-    scores = rules.composed(functions.score_fn, rules.composed(_alibi(alibi_slopes, dims, mask), cap_rule))
-    seen = rules.conjunction(mask.rule, window_rule, functions.mask_fn)
+    called_score = None if score_fn is None else counted_in(rules.score_rule(score_fn), offsets, dims)
+    scores = rules.composed(called_score, rules.composed(_alibi(alibi_slopes, dims, mask), cap_rule))
+    if cap is None and scores is not None and (known := recognised_cap(scores.expression)) is not None:
+        cap, scores = known, None
+    seen = rules.conjunction(mask.rule, window_rule)
     bound, operands = rules.bound_rules(seen, scores, Sizes(dims.B, dims.H, dims.T, dims.S))
     arrays |= operands
     spec = Spec(
@@ -300,19 +302,25 @@ def _key_bits(key: jax.Array) -> jax.Array:
 # Functions, and options that are traced ---------------------------------------------------------------------
 
 
-class _Functions(NamedTuple):
-    """The functions of a caller."""
+def _function_mask(mask: MaskInfo, rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> MaskInfo:
+    """What a function shows, whose indices count inside each packed sequence where there are such."""
+    plain = MaskInfo(q_len=dims.T, kv_len=dims.S)
+    if not offsets:
+        return plain.recognised(rule)
+    if offsets["kv_offsets"] is not None:
+        return dataclasses.replace(plain, rule=counted_in(rule, offsets, dims))
+    # within a sequence, differences of indices are those in the row
+    found = plain.recognised(rule, differences_alone=True)
+    return found if found.rule is None else dataclasses.replace(found, rule=counted_in(found.rule, offsets, dims))
 
-    mask_fn: Rule | None
-    score_fn: Rule | None
 
-    def counted_in(self, offsets: dict[str, Any], dims: Dimensions) -> "_Functions":
-        """The same, with indices that count inside each packed sequence where there are such."""
-        if not offsets or self == (None, None):
-            return self
-        q = token_positions(offsets["q_offsets"], dims.T)
-        k = q if offsets["kv_offsets"] is None else token_positions(offsets["kv_offsets"], dims.S)
-        return _Functions(*(None if rule is None else with_indices(rule, q, k) for rule in self))
+def counted_in(rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> Rule:
+    """The rule with indices that count inside each packed sequence where there are such."""
+    if not offsets:
+        return rule
+    q = token_positions(offsets["q_offsets"], dims.T)
+    k = q if offsets["kv_offsets"] is None else token_positions(offsets["kv_offsets"], dims.S)
+    return with_indices(rule, q, k)
 
 
 def token_positions(offsets: jax.Array, length: int) -> jax.Array:

@@ -334,7 +334,7 @@ def row_operand_kernel(
         s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
     )  # fmt: skip
     p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(S, C.BK), C.LISTS)
-    _, n_all = block_counts(p_row, C.LISTS)
+    _n, n_all = block_counts(p_row, C.LISTS)
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
     o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
     b_lse = tl.load(p_lse + o_row)
@@ -379,7 +379,7 @@ def column_operand_kernel(
         s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
     )  # fmt: skip
     p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(T, C.BQ), C.LISTS)
-    _, n_all = block_counts(p_row, C.LISTS)
+    _n, n_all = block_counts(p_row, C.LISTS)
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
     b_k = load_rows(head_rows(p_k, i_b, i_hk, S, C.HK, C.D), i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
     b_v = load_rows(head_rows(p_v, i_b, i_hk, S, C.HK, C.DV), i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
