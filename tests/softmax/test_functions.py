@@ -294,5 +294,18 @@ def test_blocks_that_a_function_hides_are_not_read():
 
 def test_explain_shows_functions():
     q = jax.ShapeDtypeStruct((1, 128, 8, 64), "bfloat16")
-    found = explain(flash_attention, q, q, q, mask_fn=lambda b, h, i, j: j <= i, device="h200")
-    assert "a mask function: j <= i" in " ".join(found.refusals["pallas"])
+    found = explain(flash_attention, q, q, q, mask_fn=lambda b, h, i, j: (j <= i) | (j < 9), device="h200")
+    assert "a mask function: (j <= i) | (j < 9)" in " ".join(found.refusals["pallas"])
+
+
+def test_functions_that_say_what_options_do_run_as_these():
+    q = jax.ShapeDtypeStruct((1, 128, 8, 64), "bfloat16")
+    ids = jnp.arange(128) // 50
+    functions = {
+        "mask_fn": lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i),
+        "score_fn": lambda s, b, h, i, j: 50.0 * jnp.tanh(s / 50.0),
+    }
+    found = explain(flash_attention, q, q, q, **functions, device="h200")
+    options = {"mask_info": MaskInfo.from_segments(ids), "causal": True, "logits_soft_cap": 50.0}
+    assert found.platform == explain(flash_attention, q, q, q, **options, device="h200").platform == "pallas"
+    np.testing.assert_array_equal(attended(**{"score_fn": functions["score_fn"]}), attended(logits_soft_cap=50.0))

@@ -59,6 +59,11 @@ def test_documents_are_segments(function):
     assert int(mask.q_ids.min()) >= 0  # negative ids are no padding to a function
 
 
+def test_ids_of_other_lengths():
+    mask = made(lambda b, h, i, j: (IDS[i] == IDS[j]) & (j <= i), q_len=5, kv_len=12)
+    assert mask.rule is None and mask.q_ids.shape == (1, 5) and mask.kv_ids.shape == (1, 12)
+
+
 def test_of_queries_and_of_keys():
     keys = jnp.arange(S) // 5
     mask = made(lambda b, h, i, j: IDS[i] == keys[j])

@@ -367,11 +367,12 @@ class MaskInfo(MaskFields):
     def recognised(self, rule: Rule, *, differences_alone: bool = False) -> "MaskInfo":
         """A mask of these lengths that shows what a rule does, as band, chunk and segments where it is such."""
         T, S = self.q_len, self.kv_len
-        found = recognised(rule, differences_alone=differences_alone)
+        found = recognised(rule, T, S, differences_alone=differences_alone)
         chunk, rest = found.chunk, found.rest
         if chunk is not None and T != S:  # of positions, which are counted from the end
             chunk, rest = None, both_rules(rest, Rule((I // chunk).equals(J // chunk)))
-        mask = MaskInfo(T, S, found.q_ids, found.kv_ids, chunk=chunk, rule=rest, cross=T != S)
+        cross = T != S or not same(found.q_ids, found.kv_ids)
+        mask = MaskInfo(T, S, found.q_ids, found.kv_ids, chunk=chunk, rule=rest, cross=cross)
         return mask.narrowed(tuple(None if x is None else x - (S - T) for x in found.band))
 
     def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":

@@ -28,7 +28,7 @@ class Linear(NamedTuple):
     constant: int
 
 
-def recognised(rule: Rule, *, differences_alone: bool = False) -> Recognised:
+def recognised(rule: Rule, q_len: int, kv_len: int, *, differences_alone: bool = False) -> Recognised:
     """What a rule says, of conditions that all must hold; with `differences_alone`, those of `j - i` only."""
     low, high, chunk, ids, rest = [], [], None, None, []
     for term in conditions(rule.expression):
@@ -50,7 +50,9 @@ def recognised(rule: Rule, *, differences_alone: bool = False) -> Recognised:
     q_ids = kv_ids = None
     if ids is not None:
         arrays = {n: rule.arrays[n] if rule.arrays[n].ndim == 2 else rule.arrays[n][0] for n in set(ids)}
-        q_ids, kv_ids = nonnegative(*(arrays[n] for n in ids))
+        q_ids, kv_ids = _of_length(arrays[ids[0]], q_len), _of_length(arrays[ids[1]], kv_len)
+        same = ids[0] == ids[1] and q_len == kv_len
+        q_ids, kv_ids = nonnegative(q_ids, q_ids if same else kv_ids)
     return Recognised((max(low, default=None), min(high, default=None)), chunk, q_ids, kv_ids, left)
 
 
@@ -133,6 +135,11 @@ def segments_of(term: Expression, rule: Rule) -> tuple[int, int] | None:
         if q is not None and k is not None:
             return q, k  # pyright: ignore[reportReturnType]
     return None
+
+
+def _of_length(x: jax.Array, length: int) -> jax.Array:
+    """(B, length): what indexing gives, which stays at the last entry past the end."""
+    return x if x.shape[1] == length else x[:, jnp.minimum(jnp.arange(length), x.shape[1] - 1)]
 
 
 def nonnegative(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
