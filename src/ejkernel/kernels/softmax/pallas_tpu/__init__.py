@@ -7,25 +7,31 @@ up to whole sublanes. A block that the pipeline copies is there twice, and a row
     dq        2 * (e * (q + k) * (D + Dv) + e * q * D + 64 * q)           + scratch + tiles
     dk, dv    2 * (e * (q + k) * (D + Dv) + e * k * (D + Dv) + 64 * q)    + scratch + tiles
 
+and as dq but for its output, the gradients of what a score function reads.
+
 `scratch` is what the kernel keeps from tile to tile, as it asks for it. `tiles` is 4 * q * k for each tile of logits
 alive at once: 3; 2 more in float32, whose products take several passes, 2 more with dropout, 1 more with a bias or a
-dense mask. Blocks of bias, masks and ids are copied, hence there twice. The counts are the smallest round numbers not
+dense mask, 1 more with a score function, and in its backward 3 where a derivative depends on the score. Blocks of bias,
+masks, ids, and of what functions read are copied, hence there twice. The counts are the smallest round numbers not
 below what libtpu allocates; see `vmem_bytes`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
+from ejkernel.expressions.nodes import SCORE, Expression
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of, tile_bytes
+from ejkernel.kernels.common.pallas_tpu_rules import unsupported_operations
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.pallas_tpu import backward, forward
 from ejkernel.kernels.softmax.pallas_tpu.tiles import Tiles, whole_block
+from ejkernel.kernels.softmax.rules import operand_gradients, slopes
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -66,14 +72,16 @@ def vmem_bytes(call: Call, config: Config) -> dict[str, int]:
     e = 2 if call["query"].dtype == jnp.bfloat16 else 4
     D, Dv = _up(dims.D, 4 * SUBLANES // e), _up(dims.Dv, 4 * SUBLANES // e)
     needs = {}
-    for name in ("forward", "dq", "dkv", *(["dbias"] if "bias" in call else [])):
+    for name in ("forward", "dq", "dkv", *(["dbias"] if "bias" in call else []), *_operand_kernels(call)):
         block_q, block_k = config.forward if name == "forward" else config.backward
         q, k = whole_block(block_q, dims.T), whole_block(block_k, dims.S)
         row = SUBLANES * 4 * q
         blocks = e * (q + k) * (D + Dv) + _mask_block_bytes(call, q, k)
         blocks += {"forward": row * (1 + 2 * call.spec.with_argmax), "dq": e * q * D + 2 * row}.get(name, 2 * row)
-        blocks += {"dkv": e * k * (D + Dv), "dbias": 4 * q * k}.get(name, 0)
+        keys = 4 * k * _up(dims.G, SUBLANES)
+        blocks += {"dkv": e * k * (D + Dv), "dbias": 4 * q * k, "drow": row, "dcolumn": keys}.get(name, 0)
         live = 3 + 2 * (e == 4) + 2 * bool(call.spec.dropout) + ("bias" in call or "mask" in call)
+        live += _tiles_of_rule(call.spec.rules.score, name != "forward")
         needs[name] = 2 * blocks + _scratch_bytes(name, call, q, k) + live * 4 * q * k
     return needs
 
@@ -85,15 +93,36 @@ def _scratch_bytes(name: str, call: Call, q: int, k: int) -> int:
         "dq": lambda: backward.dquery_scratch(call, q),
         "dkv": lambda: backward.dkey_dvalue_scratch(call, k),
         "dbias": lambda: backward.dbias_scratch(call, q, k),
+        "drow": lambda: backward.operand_scratch(call, False, q, k),
+        "dcolumn": lambda: backward.operand_scratch(call, True, q, k),
     }[name]()
     return sum(tile_bytes(*shape_and_dtype) for shape_and_dtype in kept.values())
 
 
 def _mask_block_bytes(call: Call, q: int, k: int) -> int:
-    """Bytes of one copy of the blocks of bias, masks and ids."""
+    """Bytes of one copy of the blocks of bias, masks, ids, and what functions read."""
     sizes = {"bias": 4 * q * k, "mask": q * k, "pattern": 4 * SUBLANES * LANES * max(1, q // LANES)}
     sizes |= {"q_segments": 32 * q, "q_positions": 32 * q, "kv_segments": 32 * k, "kv_positions": 32 * k}
+    for name in ("int_rows", "float_rows", "int_columns", "float_columns"):
+        if name in call:
+            sizes[name] = 4 * _up(call[name].shape[2], SUBLANES) * (q if name.endswith("_rows") else k)
     return sum(size for name, size in sizes.items() if name in call)
+
+
+def _tiles_of_rule(rule: Expression | None, backward: bool) -> int:
+    """How many tiles more are alive with a score function: in the backward its derivatives may be as long as itself."""
+    if rule is None:
+        return 0
+    by_score, operands = slopes(rule)
+    return 3 if backward and any(SCORE in slope.axes for slope in (by_score, *dict(operands).values())) else 1
+
+
+def _operand_kernels(call: Call) -> list[str]:
+    """The kernels for the gradients of a score function's operands."""
+    rule = call.spec.rules.score
+    found = [] if rule is None else [node.data[0] for node, _ in slopes(rule).operands]  # pyright: ignore
+    kinds = {"drow": {"scalar", "row"}, "dcolumn": {"column"}}
+    return [name for name, of in kinds.items() if of.intersection(found)]
 
 
 def _up(n: int, multiple: int) -> int:
@@ -101,7 +130,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _scalar_bytes(call: Call, config: Config) -> dict[str, int]:
-    """Bytes of scalar memory that the schedule of each kernel needs."""
+    """Bytes of scalar memory that each kernel needs: most of all for its schedule."""
     shapes = tuple((name, x.shape, str(x.dtype)) for name, x in call.arrays.items())
     return _schedule_bytes(call.spec, shapes, config)
 
@@ -111,7 +140,7 @@ def _schedule_bytes(spec: Spec, shapes: tuple[Any, ...], config: Config) -> dict
     sizes: dict[str, int] = {}
 
     def measure(arrays: Any) -> None:
-        sizes.update({name: tiles.schedule.scalar_bytes for name, tiles in kernels(Call(spec, arrays), config)})
+        sizes.update({name: tiles.scalar_bytes for name, tiles in kernels(Call(spec, arrays), config)})
 
     jax.eval_shape(measure, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes})
     return sizes
@@ -130,9 +159,7 @@ def unsupported(call: Call) -> list[str]:
     """Why a TPU cannot do the call; empty if it can."""
     if isinstance(call.spec.precision, jax.lax.DotAlgorithmPreset):
         return [f"precision {call.spec.precision}"]
-    if call.spec.rules != (None, None):
-        return ["mask and score functions"]
-    return unsupported_config(call, default_config(call))
+    return unsupported_operations(*call.spec.rules) or unsupported_config(call, default_config(call))
 
 
 def unsupported_config(call: Call, config: Config) -> list[str]:
@@ -150,8 +177,7 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
     for kernel, need in _scalar_bytes(call, config).items():
         if need > SMEM_BYTES // 2:
             reasons.append(
-                f"{config}: the schedule of {kernel} needs {need / 1024:.0f} KiB of scalar memory, "
-                f"{SMEM_BYTES // 2048} are to spare"
+                f"{config}: {kernel} needs {need / 1024:.0f} KiB of scalar memory, {SMEM_BYTES // 2048} are to spare"
             )
     return reasons
 
@@ -181,7 +207,7 @@ def _useful_block(call: Call) -> int:
         return 256
     S, (lo, hi) = dimensions(call).S, call.spec.band
     reach = min(S if lo is None or hi is None else hi - lo + 1, call.spec.chunk or S)
-    most = 512 if "q_segments" in call else 1024
+    most = 512 if "q_segments" in call or call.spec.rules.mask is not None else 1024
     return min(most, max(256, 1 << (reach - 1).bit_length()))
 
 
@@ -206,6 +232,9 @@ def run_backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Conf
     gradients["key"], gradients["value"] = backward.dkey_dvalue(wide, rows, *blocks)
     if "bias" in call:
         gradients["bias"] = backward.dbias(wide, rows, *blocks)
+    if call.spec.rules.score is not None:
+        summed = partial(backward.operand_gradient, wide, rows, *blocks)
+        gradients |= operand_gradients(call, summed, dict)  # there are no tables
     gradients = {name: x.astype(call[name].dtype) for name, x in gradients.items()}
     return gradients | sink_gradient(call, lse, delta)
 

@@ -1,4 +1,4 @@
-"""The backward kernels: dq of query blocks, dk and dv of key blocks, and the gradient of a bias.
+"""The backward kernels: dq of query blocks, dk and dv of key blocks, and the gradients of a bias and of operands.
 
 Each result is owned by one kernel and summed in VMEM in the order of the schedule: nothing is added atomically. All of
 them compute a tile's logits again and share `_tile`; tiles stay (keys, queries), as in the forward.
@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.expressions.nodes import Expression
 from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import uncapped_gradient
-from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, divided, statuses
+from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, Scalars, divided, statuses
 from ejkernel.kernels.softmax.pallas_tpu.tiles import (
     GridStep,
     Operand,
@@ -26,6 +27,7 @@ from ejkernel.kernels.softmax.pallas_tpu.tiles import (
     nonfinite_zeroed,
     whole_block,
 )
+from ejkernel.kernels.softmax.rules import slopes
 from ejkernel.kernels.softmax.spec import dimensions
 from ejkernel.ops import Call
 
@@ -65,12 +67,22 @@ class _Inputs(NamedTuple):
 
 
 def _tile(
-    tiles: Tiles, scalars: Any, arrays: Refs, inputs: _Inputs, at: GridStep, masked: bool
+    tiles: Tiles,
+    scalars: Scalars,
+    arrays: Refs,
+    inputs: _Inputs,
+    at: GridStep,
+    masked: bool,
+    operand_slope: Expression | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights after dropout and the gradient of the logits, both (block_k, block_q)."""
-    dropout, cap = tiles.spec.dropout, tiles.spec.soft_cap
-    x = tiles.logits(arrays, inputs.query, inputs.key)
-    p = tiles.weights(x, arrays["lse"][...])
+    """Weights after dropout and a gradient, both (block_k, block_q).
+
+    The gradient is that of the logits before score function and soft cap; with `operand_slope`, the derivative of the
+    score function by an operand, that of the operand.
+    """
+    dropout, cap, rule = tiles.spec.dropout, tiles.spec.soft_cap, tiles.spec.rules.score
+    scores = tiles.scores(arrays, inputs.query, inputs.key)
+    p = tiles.weights(tiles.logits(scalars, arrays, at, scores), arrays["lse"][...])
     dp = tiles.dot(inputs.value, inputs.dout, (0, 0))
     if masked:
         p = jnp.where(dp - dp == 0.0, p, jnp.nan)  # a bad row of dout shows in dv, which multiplies zeros
@@ -79,9 +91,14 @@ def _tile(
         stays = tiles.stays(scalars, at)
         kept, dp = (jnp.where(stays, y * (1.0 / (1.0 - dropout)), 0.0) for y in (p, dp))
     ds = p * (dp - arrays["delta"][...])
-    ds = uncapped_gradient(ds, x, cap)
+    if operand_slope is not None:
+        ds *= tiles.value(operand_slope, scalars, arrays, at, scores)
+    elif rule is not None:
+        ds *= tiles.value(slopes(rule).score, scalars, arrays, at, scores)
+    if operand_slope is None:
+        ds = uncapped_gradient(ds, scores, cap)
     if masked:
-        seen = tiles.seen(arrays, at)
+        seen = tiles.seen(scalars, arrays, at)
         kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
     return kept, ds
 
@@ -97,7 +114,7 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     outputs = {"dq": (jax.ShapeDtypeStruct((B, H, D, T), call["query"].dtype), tiles.of_queries(D))}
     scratch = dquery_scratch(call, tiles.block_q)
 
-    def softmax_dq(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+    def softmax_dq(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.current_step(scalars)
 
         @pl.when(at.has(FIRST))
@@ -134,7 +151,7 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
     }
     scratch = dkey_dvalue_scratch(call, tiles.block_k)
 
-    def softmax_dkv(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+    def softmax_dkv(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.current_step(scalars)
 
         @pl.when(at.has(FIRST))
@@ -158,6 +175,48 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
 
     done = tiles.launch(softmax_dkv, _operands(tiles, rows), outputs, scratch, 2 * (D + Dv))
     return length_second(done["dk"]), length_second(done["dv"])
+
+
+def operand_scratch(call: Call, of_keys: bool, block_q: int, block_k: int) -> dict[str, Scratch]:
+    return {"sum": ((dimensions(call).G, block_k) if of_keys else (1, block_q), jnp.float32)}
+
+
+def operand_gradient(call: Call, rows: Rows, block_q: int, block_k: int, of_keys: bool, slope: Expression) -> jax.Array:
+    """The gradient of a score function's operand, by which its derivative is `slope`.
+
+    With `of_keys` summed over the queries of each head, (B, H, S); else over keys, (B, H, T).
+    """
+    tiles = Tiles.of(call, block_q, block_k, "k" if of_keys else "q")
+    B, T, S, H, Hkv, D, Dv = tiles.dims
+    # of a key block, the heads that share it lie beside each other
+    shape = (B, Hkv, tiles.dims.G, S) if of_keys else (B, H, 1, T)
+    block = tiles.of_keys(tiles.dims.G) if of_keys else tiles.of_queries(1)
+    outputs = {"sums": (jax.ShapeDtypeStruct(shape, jnp.float32), block)}
+    scratch = operand_scratch(call, of_keys, tiles.block_q, tiles.block_k)
+
+    def kernel(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.current_step(scalars)
+
+        @pl.when(at.has(FIRST))
+        def _start() -> None:
+            kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
+
+        def step(masked: bool) -> None:
+            _, gradient = _tile(tiles, scalars, arrays, _Inputs.read(arrays), at, masked, slope)
+            if of_keys:
+                kept["sum"][pl.ds(at.member, 1)] += transposed(gradient.sum(1, keepdims=True))
+            else:
+                kept["sum"][...] += gradient.sum(0, keepdims=True)
+
+        tiles.visit(at, step)
+
+        @pl.when(at.has(LAST))
+        def _finish() -> None:
+            outs["sums"][...] = kept["sum"][...]
+
+    kernel.__name__ = "softmax_dcolumn" if of_keys else "softmax_drow"
+    sums = tiles.launch(kernel, _operands(tiles, rows), outputs, scratch, D + Dv)["sums"]
+    return sums.reshape(B, H, -1)
 
 
 class _BiasStep(GridStep):
@@ -231,7 +290,7 @@ def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     sums = scratch["sum"][0]
     outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), block)}
 
-    def softmax_dbias(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+    def softmax_dbias(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.current_step(scalars)
 
         @pl.when(at.has(FIRST))

@@ -4,15 +4,13 @@ Kept in VMEM between the steps of a row, in lanes as the queries are: the larges
 exponentials against it, and the output against it.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.common.online_softmax import MASKED
 from ejkernel.kernels.common.pallas_tpu import transposed
-from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST
+from ejkernel.kernels.softmax.pallas_tpu.schedule import FIRST, LAST, Scalars
 from ejkernel.kernels.softmax.pallas_tpu.tiles import (
     GridStep,
     Refs,
@@ -48,7 +46,7 @@ def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
         outputs["total"] = outputs["lse"]
         outputs["argmax"] = (jax.ShapeDtypeStruct((B, H, 1, T), jnp.int32), row)
 
-    def softmax_forward(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+    def softmax_forward(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
         at = tiles.current_step(scalars)
         pl.when(at.has(FIRST))(lambda: _start(tiles, scalars, at, kept))
         tiles.visit(at, lambda masked: _step(tiles, scalars, arrays, kept, at, masked))
@@ -60,7 +58,7 @@ def run(call: Call, block_q: int, block_k: int) -> dict[str, jax.Array]:
     return {name: x if name == "out" else x[:, :, 0] for name, x in done.items()}
 
 
-def _start(tiles: Tiles, scalars: Any, at: GridStep, kept: Refs) -> None:
+def _start(tiles: Tiles, scalars: Scalars, at: GridStep, kept: Refs) -> None:
     """A head's sinks count once, here."""
     row = kept["max"].shape
     if "sinks" in tiles.call:
@@ -73,14 +71,14 @@ def _start(tiles: Tiles, scalars: Any, at: GridStep, kept: Refs) -> None:
         kept["best"][...], kept["best_at"][...] = jnp.full(row, MASKED, jnp.float32), jnp.full(row, -1, jnp.int32)
 
 
-def _step(tiles: Tiles, scalars: Any, arrays: Refs, kept: Refs, at: GridStep, masked: bool) -> None:
+def _step(tiles: Tiles, scalars: Scalars, arrays: Refs, kept: Refs, at: GridStep, masked: bool) -> None:
     value = arrays["value"][...]
-    x = tiles.logits(arrays, arrays["query"][...], arrays["key"][...])
+    x = tiles.logits(scalars, arrays, at, tiles.scores(arrays, arrays["query"][...], arrays["key"][...]))
     if masked:
         # a value that is not finite marks its key: the mask then hides it from all who must not see it
         fine = finite_entries(value).astype(jnp.float32).min(0, keepdims=True)
         x = jnp.where(transposed(fine) > 0.0, x, jnp.nan)
-        x = jnp.where(tiles.seen(arrays, at), x, MASKED)
+        x = jnp.where(tiles.seen(scalars, arrays, at), x, MASKED)
         value = nonfinite_zeroed(value)
     highest = x.max(0, keepdims=True)
     if "best" in kept:

@@ -6,18 +6,25 @@ and dv); where the schedule differs between those heads, a row is a pair of a ke
 Every row has at least one step, for something must write its zeros.
 """
 
+from dataclasses import replace
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.expressions.bounds import has_operands
+from ejkernel.expressions.nodes import TRUE, Expression
+from ejkernel.kernels.softmax.rules import Rules
 from ejkernel.kernels.softmax.schedule import Lists, Ranges, Schedule, Side, plan
 from ejkernel.ops import Call
 
 FIRST, LAST, VISIT, MASKED = 1, 2, 4, 8
 _FLAG_BITS = 4
+
+Scalars = dict[str, Any]  # what lies in scalar memory, by name: arrays of one dimension, or inside a kernel their refs
 
 
 def divided(x: Any, n: int) -> Any:
@@ -48,27 +55,23 @@ class GridSchedule(NamedTuple):
     unmasked: bool
 
     @property
-    def scalars(self) -> list[jax.Array]:
-        return [self.rows, self.columns]
-
-    @property
-    def scalar_bytes(self) -> int:
-        return 4 * (self.rows.size + self.columns.size)
+    def scalars(self) -> Scalars:
+        return {"rows": self.rows, "columns": self.columns}
 
     def _slot(self, b: Any, h: Any, step: Any) -> Any:
         first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
         return first * self.length + divided(step, self.repeats)
 
-    def row(self, scalars: Any, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
-        """The row of a step of the grid, from the refs of `rows` and `columns`, and which head of the group it is."""
-        row = scalars[0][self._slot(b, h, step)]
+    def row(self, scalars: Scalars, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
+        """The row of a step of the grid, and which head of the group it is."""
+        row = scalars["rows"][self._slot(b, h, step)]
         if self.repeats > 1:
             return row, remainder(step, self.repeats)
         return divided(row, self.group), remainder(row, self.group)
 
-    def column(self, scalars: Any, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
+    def column(self, scalars: Scalars, b: Any, h: Any, step: Any) -> tuple[Any, Any]:
         """The column of a step of the grid, and its flags."""
-        word = scalars[1][self._slot(b, h, step)]
+        word = scalars["columns"][self._slot(b, h, step)]
         column = word >> _FLAG_BITS
         if self.repeats > 1:
             head = remainder(step, self.repeats)
@@ -78,7 +81,7 @@ class GridSchedule(NamedTuple):
 
 def flatten(call: Call, block_q: int, block_k: int, side: Side, group: int = 1) -> GridSchedule:
     """The steps of a call; with `group`, every tile is done for as many query heads that share a key block."""
-    schedule = plan(call, block_q, block_k, side)
+    schedule = plan(call, block_q, block_k, side, _namespace(call))
     repeats = group if schedule[0].shape[1] == 1 else 1
     rows_each = group // repeats  # rows that a block has
     table, index = _tables(schedule, rows_each)
@@ -162,7 +165,23 @@ def _most_steps(call: Call, block_q: int, block_k: int, side: Side, rows_each: i
     if "q_positions" in call:
         return most
     kept = {name: call[name] for name in ("query", "key", "value")}
-    return rows_each * flatten(Call(call.spec, kept), block_q, block_k, side).length
+    spec = replace(call.spec, rules=Rules(_static_part(call.spec.rules.mask)))
+    return rows_each * flatten(Call(spec, kept), block_q, block_k, side).length
+
+
+def _static_part(rule: Expression | None) -> Expression | None:
+    """What of a mask rule does not depend on arrays, and shows what the rule shows."""
+    if rule is None or not has_operands(rule):
+        return rule
+    parts = [_static_part(arg) for arg in rule.args] if rule.name == "and" else []
+    return reduce(and_, [part for part in parts if part is not None], TRUE) if any(parts) else None
+
+
+def _namespace(call: Call) -> Any:
+    """numpy where a schedule is known while tracing."""
+    arrays = any(name in call for name in ("q_segments", "q_positions", "mask", "pattern"))
+    rule = call.spec.rules.mask
+    return jnp if arrays or (rule is not None and has_operands(rule)) else np
 
 
 class Statuses(NamedTuple):
@@ -177,16 +196,12 @@ class Statuses(NamedTuple):
     unmasked: bool = True
 
     @property
-    def scalars(self) -> list[jax.Array]:
-        return [self.table]
+    def scalars(self) -> Scalars:
+        return {"table": self.table}
 
-    @property
-    def scalar_bytes(self) -> int:
-        return 4 * self.table.size
-
-    def flags(self, scalars: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    def flags(self, scalars: Scalars, b: Any, h: Any, i: Any, j: Any) -> Any:
         first = (b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)
-        return scalars[0][(first * self.nq + i) * self.nk + j]
+        return scalars["table"][(first * self.nq + i) * self.nk + j]
 
 
 def statuses(call: Call, block_q: int, block_k: int) -> Statuses:

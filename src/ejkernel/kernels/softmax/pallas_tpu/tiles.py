@@ -7,7 +7,7 @@ such an array when it may choose, so no copy stands around the kernels, and a he
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import jax
@@ -17,10 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.expressions.nodes import OPERAND, Expression, nodes
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, transposed
+from ejkernel.kernels.common.pallas_tpu_rules import for_mosaic
 from ejkernel.kernels.common.tiles import capped, matmul
-from ejkernel.kernels.softmax.pallas_tpu.schedule import MASKED, VISIT, divided, flatten
+from ejkernel.kernels.softmax.pallas_tpu.schedule import MASKED, VISIT, Scalars, divided, flatten
+from ejkernel.kernels.softmax.rules import TileOperands, array_name
 from ejkernel.kernels.softmax.schedule import Side
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
@@ -30,6 +33,9 @@ Refs = dict[str, Any]
 Operand = tuple[jax.Array, pl.BlockSpec]
 # shape and dtype of what a kernel keeps from tile to tile
 Scratch = tuple[tuple[int, int], Any]
+
+# arrays of a call that have numbers for a head, which a kernel reads from scalar memory
+_SCALARS = ("sinks", "dropout_seeds", "int_scalars", "float_scalars")
 
 
 def length_last(x: jax.Array) -> jax.Array:
@@ -50,7 +56,7 @@ def whole_block(block: int, length: int) -> int:
 class GridStep:
     """The tile of one step of the grid. Scalar memory is read when asked: an index map needs little of it."""
 
-    def __init__(self, tiles: "Tiles", index: tuple[Any, ...], scalars: Any):
+    def __init__(self, tiles: "Tiles", index: tuple[Any, ...], scalars: Scalars):
         self.tiles, self.index, self.scalars = tiles, index, scalars
 
     @property
@@ -72,7 +78,12 @@ class GridStep:
     @cached_property
     def h(self) -> Any:
         """The query head."""
-        return self.index[1] if self._owns_queries else self.index[1] * self.tiles.dims.G + self._row[1]
+        return self.index[1] if self._owns_queries else self.index[1] * self.tiles.dims.G + self.member
+
+    @property
+    def member(self) -> Any:
+        """Which of the query heads that share a key head, where key blocks are owned."""
+        return self._row[1]
 
     @cached_property
     def kv(self) -> Any:
@@ -130,36 +141,49 @@ class Tiles:
         """Tiles that the kernel visits; the most there can be, where values decide."""
         return self.grid[0] * self.grid[1] * self.schedule.length * self.schedule.repeats
 
-    def scalars(self) -> list[jax.Array]:
-        """What lies in scalar memory: the schedule, then sinks and dropout seeds where there are any."""
-        scalars = self.schedule.scalars
-        if "sinks" in self.call:
-            scalars.append(self.call["sinks"].reshape(-1))
-        if "dropout_seeds" in self.call:
-            scalars.append(lax.bitcast_convert_type(self.call["dropout_seeds"].reshape(-1), jnp.int32))
-        return scalars
+    def scalars(self) -> Scalars:
+        """What lies in scalar memory: the schedule, sinks, dropout seeds, and what functions read for a head."""
+        given = {name: self.call[name].reshape(-1) for name in self._of_heads}
+        if "dropout_seeds" in given:
+            given["dropout_seeds"] = lax.bitcast_convert_type(given["dropout_seeds"], jnp.int32)
+        return self.schedule.scalars | given
 
-    def step(self, index: tuple[Any, ...], scalars: Any) -> GridStep:
+    @property
+    def scalar_bytes(self) -> int:
+        return sum(4 * x.size for x in self.scalars().values())
+
+    @cached_property
+    def _of_heads(self) -> list[str]:
+        wanted = {"sinks", "dropout_seeds", *self._operand_names}
+        return [name for name in _SCALARS if name in wanted and name in self.call]
+
+    @cached_property
+    def _operand_names(self) -> list[str]:
+        """The arrays that mask and score functions read in this kernel."""
+        mask, score = self.spec.rules
+        read = nodes(score, mask if self.schedule.masked else None)
+        return list(dict.fromkeys(array_name(node) for node in read if node.name == OPERAND))
+
+    def step(self, index: tuple[Any, ...], scalars: Scalars) -> GridStep:
         return GridStep(self, index, scalars)
 
-    def current_step(self, scalars: Any) -> GridStep:
+    def current_step(self, scalars: Scalars) -> GridStep:
         at = self.step(tuple(pl.program_id(axis) for axis in range(len(self.grid))), scalars)
         _ = at.h, at.i, at.j, at.flags  # read before any branch: what is read in a branch is known in it alone
         return at
 
-    def sink(self, scalars: Any, at: GridStep) -> Any:
-        return scalars[len(self.schedule.scalars)][
-            (at.b * self.dims.H if self.call["sinks"].shape[0] > 1 else 0) + at.h
-        ]
+    def sink(self, scalars: Scalars, at: GridStep) -> Any:
+        return scalars["sinks"][(at.b * self.dims.H if self.call["sinks"].shape[0] > 1 else 0) + at.h]
 
-    def seed(self, scalars: Any, at: GridStep) -> Any:
-        return scalars[-1][at.b * self.dims.H + at.h].astype(jnp.uint32)
+    def seed(self, scalars: Scalars, at: GridStep) -> Any:
+        return scalars["dropout_seeds"][at.b * self.dims.H + at.h].astype(jnp.uint32)
 
     # Blocks of arrays ----------------------------------------------------------------------------------------
 
     def _block(self, shape: tuple[int | None, ...], where: Any) -> pl.BlockSpec:
         def index(*given: Any) -> tuple[Any, ...]:
-            return where(self.step(given[: len(self.grid)], given[len(self.grid) :]))
+            names = (*self.schedule.scalars, *self._of_heads)
+            return where(self.step(given[: len(self.grid)], dict(zip(names, given[len(self.grid) :], strict=True))))
 
         return pl.BlockSpec(shape, index)
 
@@ -176,6 +200,14 @@ class Tiles:
         queries, many = name.startswith("q_"), x.shape[0] > 1
         block = (None, 1, self.block_q if queries else self.block_k)
         return x, self._block(block, lambda at: (at.b if many else 0, 0, at.i if queries else at.j))
+
+    def _operand(self, name: str) -> Operand:
+        """Blocks of what functions read for each query, (B|1, H|1, n, T), or for each key, (B|1, H|1, n, S)."""
+        x, queries = self.call[name], name.endswith("_rows")
+        B, H, n, _ = x.shape
+        block = (None, None, n, self.block_q if queries else self.block_k)
+        where = lambda at: (at.b if B > 1 else 0, at.h if H > 1 else 0, 0, at.i if queries else at.j)  # noqa: E731
+        return x, self._block(block, where)
 
     def of_matrix(self, shape: tuple[int, ...]) -> pl.BlockSpec:
         """Blocks of (B, H, T, S), where any axis may be 1."""
@@ -197,7 +229,7 @@ class Tiles:
         return cells, self._block(block, where)
 
     def operands(self) -> dict[str, Operand]:
-        """The arrays that every kernel reads: queries, keys, values, bias and masks."""
+        """The arrays that every kernel reads: queries, keys, values, bias, masks, and what functions read."""
         call, dims = self.call, self.dims
         operands: dict[str, Operand] = {
             "query": (length_last(call["query"]), self.of_queries(dims.D)),
@@ -206,6 +238,7 @@ class Tiles:
         }
         if "bias" in call:
             operands["bias"] = (call["bias"], self.of_matrix(call["bias"].shape))
+        operands |= {name: self._operand(name) for name in self._operand_names if name not in _SCALARS}
         if not self.schedule.masked:
             return operands
         for name in ("q_segments", "kv_segments", "q_positions", "kv_positions"):
@@ -243,29 +276,52 @@ class Tiles:
     def plain(self) -> bool:
         """Whether nothing comes between the scale and the softmax, so that the scale can wait for the exponential."""
         spec = self.spec
-        return "bias" not in self.call and spec.soft_cap is None and spec.logits_dtype == "float32" and spec.scale > 0
+        changed = "bias" in self.call or spec.soft_cap is not None or spec.rules.score is not None
+        return not changed and spec.logits_dtype == "float32" and spec.scale > 0
 
     @property
     def unit(self) -> float:
-        """What the numbers of `logits` are multiples of."""
+        """What the numbers of `scores` and `logits` are multiples of."""
         return self.spec.scale if self.plain else 1.0
 
-    def logits(self, refs: Refs, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Logits (block_k, block_q) before the mask, in units of `unit`."""
-        spec = self.spec
+    def scores(self, refs: Refs, query: jax.Array, key: jax.Array) -> jax.Array:
+        """What a score function is given, (block_k, block_q) in units of `unit`."""
         x = self.dot(key, query, (0, 0))
         if self.plain:
             return x
-        x *= spec.scale
+        x *= self.spec.scale
         if "bias" in refs:
             x += transposed(refs["bias"][...].astype(jnp.float32))
-        return rounded(capped(x, spec.soft_cap), spec.logits_dtype)
+        return capped(x, self.spec.soft_cap)
+
+    def logits(self, scalars: Scalars, refs: Refs, at: GridStep, scores: jax.Array) -> jax.Array:
+        """Logits (block_k, block_q) before the mask, in units of `unit`."""
+        rule = self.spec.rules.score
+        x = scores if rule is None else self.value(rule, scalars, refs, at, scores)
+        return rounded(jnp.broadcast_to(x, scores.shape), self.spec.logits_dtype)
+
+    def value(
+        self, expression: Expression, scalars: Scalars, refs: Refs, at: GridStep, scores: jax.Array | None = None
+    ) -> jax.Array:
+        """An expression of a mask or score function, of a shape that broadcasts with (block_k, block_q)."""
+
+        def scalar(name: str, number: int) -> Any:
+            B, H, n = self.call[name].shape
+            return scalars[name][((at.b * H if B > 1 else 0) + (at.h if H > 1 else 0)) * n + number]
+
+        def row(name: str, number: int) -> jax.Array:
+            return refs[name][number : number + 1]
+
+        def column(name: str, number: int) -> jax.Array:
+            return transposed(refs[name][number : number + 1])
+
+        return TileOperands(scalar, row, column).value(for_mosaic(expression), *self.indices(at), scores)
 
     def weights(self, x: jax.Array, base: jax.Array) -> jax.Array:
         """exp(x - base), in units of `unit`; subtracted first, for a product that is fused is not rounded."""
         return jnp.exp2((x - base) * (self.unit * LOG2_E))
 
-    def seen(self, refs: Refs, at: GridStep) -> jax.Array:
+    def seen(self, scalars: Scalars, refs: Refs, at: GridStep) -> jax.Array:
         """Which pairs of a tile are visible, (block_k, block_q)."""
         spec, dims = self.spec, self.dims
         at_q, at_k = self.indices(at)
@@ -283,6 +339,8 @@ class Tiles:
         rules = [transposed(refs["mask"][...].astype(jnp.int32)) != 0] if "mask" in refs else []
         if "pattern" in refs:
             rules.append(self._pattern(refs["pattern"][...], at_q, at_k, at))
+        if spec.rules.mask is not None:
+            rules.append(self.value(spec.rules.mask, scalars, refs, at))
         return visible(queries, keys, spec.band, spec.chunk, pairs=pairs, also=rules, divide=_floordivided)
 
     def _pattern(self, cells: jax.Array, queries: jax.Array, keys: jax.Array, at: GridStep) -> jax.Array:
@@ -297,7 +355,7 @@ class Tiles:
         by_query = matmul(cells, of_query.astype(jnp.float32), (0, 0))  # (columns, block_q)
         return matmul(of_key.astype(jnp.float32), by_query, (1, 0)) > 0.5
 
-    def stays(self, scalars: Any, at: GridStep) -> jax.Array:
+    def stays(self, scalars: Scalars, at: GridStep) -> jax.Array:
         """Which pairs survive dropout, (block_k, block_q)."""
         return bits.keep(self.seed(scalars, at), *self.indices(at), self.spec.dropout)
 
@@ -305,11 +363,17 @@ class Tiles:
         self, kernel: Any, arrays: dict[str, Operand], outputs: Any, scratch: dict[str, Scratch], width: int
     ) -> Any:
         """Run a kernel over the grid; `width` is what the head dimensions of a tile's matmuls add up to."""
+        given = self.scalars()
+
+        @wraps(kernel)
+        def named(scalars: tuple[Any, ...], *refs: Refs) -> None:
+            kernel(dict(zip(given, scalars, strict=True)), *refs)
+
         return launch(
-            kernel,
+            named,
             target=self.call.target,
             grid=self.grid,
-            scalars=self.scalars(),
+            scalars=list(given.values()),
             arrays=arrays,
             outputs=outputs,
             scratch={name: pltpu.VMEM(*kept) for name, kept in scratch.items()},
@@ -323,7 +387,8 @@ class Tiles:
         rows = B * heads * (-(-self.dims.T // self.block_q) if self.side == "q" else -(-self.dims.S // self.block_k))
 
         def copied(name: str, x: Any, spec: pl.BlockSpec) -> int:
-            matrix, of_keys = name in ("bias", "mask", "pattern"), name.startswith("k") or name == "value"
+            matrix = name in ("bias", "mask", "pattern")
+            of_keys = name.startswith("k") or name == "value" or name.endswith("_columns")
             times = self.visits if matrix or of_keys == (self.side == "q") else rows
             return times * math.prod(n for n in spec.block_shape or () if isinstance(n, int)) * x.dtype.itemsize
 
