@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import concrete, cumulative_lengths, float_array, integers
+from ejkernel.checks.arrays import concrete, cumulative_lengths, integers
 from ejkernel.checks.names import errors_as_called
 from ejkernel.checks.options import static_int
 from ejkernel.checks.values import check_rows
@@ -23,7 +23,6 @@ from ejkernel.modules import (
     ragged_decode_attention,
     recurrent_attention,
 )
-from ejkernel.types import MaskInfo
 
 __all__ = [
     "flash_attn_varlen",
@@ -80,7 +79,7 @@ def flash_attn_varlen(
         b: added to the logits; broadcasts to `(batch, heads, q_len, k_len)` in every layout.
         dropout_p: chance that a weight is dropped. The seed is fixed: the same weights every time.
         alibi_slopes: `(heads,)` or `(batch, heads)`; in "thd", `(sequences, heads)`. Adds `-slope * distance`, the
-            distance between query and key with their ends aligned. Makes an array of q_len x k_len.
+            distance between query and key with their ends aligned.
         cu_seqlens_q: `(sequences + 1,)`, where each sequence of "thd" begins, and where the last one ends.
         cu_seqlens_k: the same for keys; default: that of the queries.
         max_seqlens_q: a bound of the lengths. A longer sequence is an error, unless the lengths are traced;
@@ -106,8 +105,6 @@ def flash_attn_varlen(
     _check_longest("max_seqlens_q", max_seqlens_q, T, cu_seqlens_q)
     _check_longest("max_seqlens_k", max_seqlens_k, S, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     with _errors_as_called(softmax_scale="sm_scale", dropout_prob="dropout_p", bias="b"):
-        if alibi_slopes is not None:
-            b = _add_alibi(b, alibi_slopes, q.shape[-2], T, S, cu_seqlens_q, cu_seqlens_k)
         out = flash_attention(
             q,
             k,
@@ -119,6 +116,7 @@ def flash_attn_varlen(
             dropout_prob=dropout_p,
             dropout_seed=DROPOUT_SEED,
             causal=causal,
+            alibi_slopes=alibi_slopes,
         )
     return jnp.swapaxes(out, 1, 2) if layout == "bhsd" else out
 
@@ -297,38 +295,3 @@ def _check_longest(name: str, bound: int | None, length: int, cu: jax.Array | No
         starts = starts if values is None else values
         lengths = starts[1:] - starts[:-1]
         check_rows(lengths, lengths > bound, f"{name}={bound}, but a sequence has more tokens")
-
-
-def _add_alibi(
-    bias: jax.Array | None, slopes: jax.Array, heads: int, T: int, S: int, cu_q: Any, cu_k: Any
-) -> jax.Array:
-    distances = _alibi(slopes, heads, T, S, cu_q, cu_k)
-    if bias is None:
-        return distances
-    bias = float_array("bias", bias).astype(jnp.float32)
-    shape = (1,) * (4 - bias.ndim) + bias.shape
-    if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape[1:], (heads, T, S), strict=True)):
-        raise ValueError(f"bias {bias.shape} does not broadcast to (batch, {heads}, {T}, {S})")
-    return distances + bias.reshape(shape)
-
-
-def _alibi(slopes: jax.Array, heads: int, T: int, S: int, cu_q: jax.Array | None, cu_k: jax.Array | None) -> jax.Array:
-    """The bias `-slope * |distance|`, (B|1, H, T, S) float32."""
-    slopes = float_array("alibi_slopes", slopes).astype(jnp.float32)
-    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
-        raise ValueError(f"alibi_slopes {slopes.shape} must be ({heads},) or (batch, {heads}): one for each head")
-    slopes = slopes.reshape(-1, heads)
-    if cu_q is None:
-        q, k = jnp.arange(S - T, S), jnp.arange(S)
-        query_slopes = slopes[:, :, None]  # (B|1, H, 1)
-    else:
-        packed = MaskInfo.from_cu_seqlens(cu_q, cu_k, max_q_len=T, max_kv_len=S)
-        q, k = packed.q_positions[0], packed.kv_positions[0]
-        sequences = len(cu_q) - 1
-        if slopes.shape[0] not in (1, sequences):
-            raise ValueError(f"alibi_slopes {slopes.shape} must be ({heads},) or ({sequences}, {heads}), by sequence")
-        sequence_slopes = jnp.broadcast_to(slopes, (sequences, heads))
-        # (1, H, T); that of padding does not matter, since padding sees nothing
-        query_slopes = sequence_slopes[jnp.maximum(packed.q_segment_ids[0], 0)].T[None]
-    distance = jnp.abs(q[:, None] - k[None, :]).astype(jnp.float32)
-    return -query_slopes[..., None] * distance[None, None]

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.gallery import MASKS, SCORES, Sizes, values
 
 from ejkernel.expressions.binding import Binder, Rule
 from ejkernel.expressions.binding import Sizes as BoundSizes
@@ -16,6 +15,7 @@ from ejkernel.expressions.derivatives import derivatives
 from ejkernel.expressions.evaluation import evaluate
 from ejkernel.expressions.nodes import FLOAT, LOOKUP, OPERAND, SCORE, B, H, I, J, apply, const, nodes, score
 from ejkernel.expressions.tracing import NotAnExpression, traced
+from harness.gallery import MASKS, SCORES, Sizes, values
 
 SIZES = Sizes(B=2, H=4, T=40, S=56)
 
@@ -37,11 +37,17 @@ def whole_tile(expression, arrays, sizes=SIZES, score=None):
     def operand(node):
         kind, number = node.data
         x = arrays[f"{'float' if node.dtype == FLOAT else 'int'}_{kind}s"][:, :, number]
-        return {"scalar": x[..., None, None], "row": x[..., :, None], "column": x[..., None, :]}[kind] if x.ndim > 2 else x[..., None, None]
+        return (
+            {"scalar": x[..., None, None], "row": x[..., :, None], "column": x[..., None, :]}[kind]
+            if x.ndim > 2
+            else x[..., None, None]
+        )
 
     def load(node, index):
         offset, shape = node.data
-        table = arrays[f"{'float' if node.dtype == FLOAT else 'int'}_tables"][:, :, offset : offset + int(np.prod(shape))]
+        table = arrays[f"{'float' if node.dtype == FLOAT else 'int'}_tables"][
+            :, :, offset : offset + int(np.prod(shape))
+        ]
         clamped = [jnp.clip(x, 0, n - 1) for x, n in zip(index, shape, strict=True)]
         return table.reshape(*table.shape[:2], *shape)[(..., *clamped)]
 
@@ -64,9 +70,7 @@ def test_a_score_has_the_values_and_derivatives_of_its_function(name):
     expected, vjp = jax.vjp(lambda x: values(function, SIZES, x), logits)
     np.testing.assert_allclose(whole_tile(expression, arrays, score=logits), expected, rtol=1e-5, atol=1e-5)
     slope = derivatives(expression, [score()])[score()]
-    np.testing.assert_allclose(
-        whole_tile(slope, arrays, score=logits), vjp(jnp.ones(SIZES))[0], rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(whole_tile(slope, arrays, score=logits), vjp(jnp.ones(SIZES))[0], rtol=1e-5, atol=1e-5)
 
 
 def test_derivatives_by_operands():
@@ -79,6 +83,7 @@ def test_derivatives_by_operands():
     operands = [n for n in nodes(expression) if n.name in (OPERAND, LOOKUP) and n.dtype == FLOAT]
     logits = jax.random.normal(jax.random.key(0), SIZES)
     for node, slope in derivatives(expression, operands).items():
+
         def of_operand(x, node=node):
             kind, number = node.data
             changed = arrays | {f"float_{kind}s": arrays[f"float_{kind}s"].at[:, :, number].add(x)}
@@ -101,9 +106,14 @@ def test_bounds_of_blocks_hold(name, block):
         kind, number = node.data
         x = arrays[f"{'float' if node.dtype == FLOAT else 'int'}_{kind}s"][:, :, number]
         found = operand_interval(x, {"row": block[0], "column": block[1]}.get(kind))
-        return type(found)(*(y[..., :, None] if kind == "row" else y[..., None, :] if kind == "column" else y for y in found))
+        return type(found)(
+            *(y[..., :, None] if kind == "row" else y[..., None, :] if kind == "column" else y for y in found)
+        )
 
-    every, some = (np.broadcast_to(x, (SIZES.B, SIZES.H, len(rows.low), len(columns.low))) for x in bounds(expression, axes, operand, xp))
+    every, some = (
+        np.broadcast_to(x, (SIZES.B, SIZES.H, len(rows.low), len(columns.low)))
+        for x in bounds(expression, axes, operand, xp)
+    )
     seen = np.asarray(values(MASKS[name](SIZES), SIZES))
     wasted = 0
     for at in np.ndindex(*some.shape):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from harness.gallery import MASKS, SCORES, Sizes, values
 
 from ejkernel.bridge import triton_call_by_name
 from ejkernel.bridge.compile import compile_launches
@@ -16,6 +15,7 @@ from ejkernel.expressions.binding import Binder, Rule
 from ejkernel.expressions.binding import Sizes as BoundSizes
 from ejkernel.expressions.tracing import traced
 from ejkernel.kernels.common.triton_rules import DeviceFunction, flat_operands
+from harness.gallery import MASKS, SCORES, Sizes, values
 
 SIZES = Sizes(B=2, H=4, T=40, S=56)
 
@@ -78,7 +78,9 @@ def test_scores_in_the_interpreter(name):
     np.testing.assert_allclose(jax.jit(run)(LOGITS), values(function, SIZES, LOGITS), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "scores"), [("documents-prefix", False), ("natten", False), ("relative", True), ("soft-cap", True)])
+@pytest.mark.parametrize(
+    ("name", "scores"), [("documents-prefix", False), ("natten", False), ("relative", True), ("soft-cap", True)]
+)
 def test_compiled_for_a_gpu(name, scores):
     _, run = by_triton(name, scores)
     (report,) = compile_launches(run, LOGITS, target="sm_90")

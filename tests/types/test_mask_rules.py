@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.gallery import MASKS, Sizes, values
 
 from ejkernel.types import MaskInfo
+from harness.gallery import MASKS, Sizes, values
 
 B, H, T, S = SIZES = Sizes(B=2, H=4, T=12, S=16)
 
@@ -19,7 +19,10 @@ def by_pairs(visible, heads=1, q_len=T, kv_len=S):
     return np.array([bool(visible(*at)) for at in np.ndindex(B, heads, q_len, kv_len)]).reshape(B, heads, q_len, kv_len)
 
 
-STARTS, ENDS = np.random.default_rng(0).integers(0, S // 2, (B, H, T)), np.random.default_rng(1).integers(S // 2, S + 3, (B, H, T))
+STARTS, ENDS = (
+    np.random.default_rng(0).integers(0, S // 2, (B, H, T)),
+    np.random.default_rng(1).integers(S // 2, S + 3, (B, H, T)),
+)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -36,9 +39,13 @@ def test_bounds():
     mask = MaskInfo.from_bounds(STARTS[:, 0], ENDS[:, 0], q_len=T, kv_len=S)
     expected = by_pairs(lambda b, h, i, j: STARTS[b, 0, i] <= j < ENDS[b, 0, i])
     np.testing.assert_array_equal(shown(mask), expected)
-    np.testing.assert_array_equal(shown(MaskInfo(T, S).apply_bounds(STARTS[:, 0]).apply_bounds(ends=ENDS[:, 0])), expected)
+    np.testing.assert_array_equal(
+        shown(MaskInfo(T, S).apply_bounds(STARTS[:, 0]).apply_bounds(ends=ENDS[:, 0])), expected
+    )
     by_head = MaskInfo.from_bounds(STARTS, ENDS, q_len=T, kv_len=S)
-    np.testing.assert_array_equal(shown(by_head, H), by_pairs(lambda b, h, i, j: STARTS[b, h, i] <= j < ENDS[b, h, i], H))
+    np.testing.assert_array_equal(
+        shown(by_head, H), by_pairs(lambda b, h, i, j: STARTS[b, h, i] <= j < ENDS[b, h, i], H)
+    )
     assert MaskInfo.from_bounds(STARTS[0, 0], q_len=T, kv_len=S).shape == (1, 1, T, S)
 
 
@@ -89,7 +96,10 @@ def test_reads_and_pictures():
     [
         (lambda: MaskInfo.from_bounds([0, 1], q_len=3), "starts .2,. must have one number for each of 3 tokens"),
         (lambda: MaskInfo.from_bounds([0.5] * 3, q_len=3), "starts must hold integers"),
-        (lambda: MaskInfo.from_key_bounds(None, [[1] * 3] * 2, q_len=3) & MaskInfo.from_lengths([1] * 3, q_len=3), "batch"),
+        (
+            lambda: MaskInfo.from_key_bounds(None, [[1] * 3] * 2, q_len=3) & MaskInfo.from_lengths([1] * 3, q_len=3),
+            "batch",
+        ),
         (lambda: MaskInfo.prefix_lm([4], q_len=3), "prefix_lengths"),
         (lambda: MaskInfo.from_function(lambda b, h, i, j: 2 * h > j, q_len=3).attention_mask, "number of a head"),
         (lambda: MaskInfo.from_function(lambda b, h, i, j: j, q_len=3), "must give a bool"),

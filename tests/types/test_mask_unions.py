@@ -59,7 +59,10 @@ def test_unions_that_fields_can_say_have_no_rule(name):
 def test_other_unions_are_rules():
     plain, segments = MaskInfo(5, 5), MaskInfo.from_segments(random_ids(1, 2, 5))
     bands = union(plain.replace(band=(-3, -2)), plain.replace(band=(0, 0)))
-    assert repr(bands) == "MaskInfo(T=5, S=5, rule=(((j - i) >= -3) & ((j - i) <= -2)) | (((j - i) >= 0) & ((j - i) <= 0)))"
+    assert (
+        repr(bands)
+        == "MaskInfo(T=5, S=5, rule=(((j - i) >= -3) & ((j - i) <= -2)) | (((j - i) >= 0) & ((j - i) <= 0)))"
+    )
     dense = MaskInfo.from_attention_mask(random_mask(4, (2, 5, 5)))
     for a, b in (
         (plain.apply_chunked(2), plain.apply_chunked(3)),
@@ -87,7 +90,11 @@ def test_symbolic_unions_never_make_a_square_array():
     def build(ids):
         info = MaskInfo.from_segments(ids)
         images = info.apply_causal().apply_token_type_ids(ids)
-        return info.apply_causal() | info.apply_sliding_window((3, 64)), images, images | MaskInfo.prefix_lm([9, 70], q_len=L)
+        return (
+            info.apply_causal() | info.apply_sliding_window((3, 64)),
+            images,
+            images | MaskInfo.prefix_lm([9, 70], q_len=L),
+        )
 
     either, *others = build(jnp.zeros((2, L), jnp.int32))
     assert either.is_symbolic and either.band == (None, 64)

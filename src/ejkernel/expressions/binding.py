@@ -77,8 +77,9 @@ jax.tree_util.register_dataclass(Rule, data_fields=["arrays"], meta_fields=["exp
 
 def renumbered(expression: Expression, by: int) -> Expression:
     """The expression with its arrays counted from a later number on."""
+
     def later(node: Expression) -> Expression | None:
-        return load(node.data + by, node.args, node.dtype) if node.name == LOAD else None  # pyright: ignore
+        return load(node.data + by, node.args, node.dtype) if node.name == LOAD else None
 
     return rewritten(expression, later) if by else expression
 
@@ -121,14 +122,14 @@ def array_dims(rule: Rule) -> list[tuple[str, ...]]:
     dims: list[tuple[str, ...]] = [()] * len(rule.arrays)
     for node in nodes(rule.expression):
         if node.name == LOAD:
-            dims[node.data] = tuple(str(index.data) if index.name == AXIS else "" for index in node.args)  # pyright: ignore
+            dims[node.data] = tuple(str(index.data) if index.name == AXIS else "" for index in node.args)
     return [d or ("b", *[""] * (x.ndim - 1)) for d, x in zip(dims, rule.arrays, strict=True)]
 
 
 def head_counts(rule: Rule) -> set[int]:
     """How many heads its arrays have that are indexed by head."""
     loads = [node for node in nodes(rule.expression) if node.name == LOAD]
-    sizes = {rule.arrays[node.data].shape[n] for node in loads for n, index in enumerate(node.args) if index is H}  # pyright: ignore
+    sizes = {rule.arrays[node.data].shape[n] for node in loads for n, index in enumerate(node.args) if index is H}
     return sizes - {1}
 
 
@@ -136,7 +137,7 @@ def has_single_head(rule: Rule) -> bool:
     """Whether heads only index arrays, each of which has one."""
     loads = [node for node in nodes(rule.expression) if node.name == LOAD]
     used = [node for node in nodes(rule.expression) if H in node.args and node.name != LOAD]
-    sizes = [rule.arrays[node.data].shape[n] for node in loads for n, index in enumerate(node.args) if index is H]  # pyright: ignore
+    sizes = [rule.arrays[node.data].shape[n] for node in loads for n, index in enumerate(node.args) if index is H]
     return not used and rule.expression is not H and set(sizes) == {1}
 
 
@@ -144,7 +145,7 @@ def rule_value(rule: Rule, axes: Mapping[str, Any]) -> Any:
     """The value of a rule at indices "b", "h", "i", "j" that broadcast against each other."""
 
     def read(node: Expression, index: tuple[Any, ...]) -> Any:
-        array = rule.arrays[node.data]  # pyright: ignore[reportArgumentType]
+        array = rule.arrays[node.data]
         return gather(array, _batch_free(array, index))
 
     return evaluate(rule.expression, axes, load=read)
@@ -198,7 +199,7 @@ class Binder:
     def _operand(self, kind: Kind, node: Expression, arrays: Sequence[Any]) -> Expression:
         dtype = FLOAT if node.dtype == FLOAT else INT
         pool = self.operands.setdefault((dtype, kind), {})
-        key = (node, tuple(id(arrays[n.data]) for n in nodes(node) if n.name == LOAD))  # pyright: ignore
+        key = (node, tuple(id(arrays[n.data]) for n in nodes(node) if n.name == LOAD))
         if key not in pool:
             length = {"row": (self.sizes.T,), "column": (self.sizes.S,)}.get(kind, ())
             value = jnp.asarray(self._value(node, arrays), dtype)
@@ -216,7 +217,7 @@ class Binder:
 
     def _lookup(self, node: Expression, arrays: Sequence[Any], visit: Any) -> Expression:
         """A load whose indices depend on query and key; those that do not choose a part of the array beforehand."""
-        array, dtype = arrays[node.data], FLOAT if node.dtype == FLOAT else INT  # pyright: ignore
+        array, dtype = arrays[node.data], FLOAT if node.dtype == FLOAT else INT
         fixed = [n for n, index in enumerate(node.args) if not index.axes & {"i", "j"}]
         free = [n for n in range(array.ndim) if n not in fixed]
         chosen = [self._value(node.args[n], arrays) for n in fixed]

@@ -46,15 +46,17 @@ def is_exact(expression: Expression) -> bool:
     return not any(node.name == LOOKUP for node in nodes(expression))
 
 
-def bounds(expression: Expression, axes: Mapping[str, Interval], operand: Callable[[Expression], Interval], xp: Any) -> Interval:
+def bounds(
+    expression: Expression, axes: Mapping[str, Interval], operand: Callable[[Expression], Interval], xp: Any
+) -> Interval:
     """The interval of an expression from those of "i", "j", and of its operands."""
     values: dict[Expression, Interval] = {}
     for node in nodes(expression):
         if node.name == CONST:
-            value = np.dtype(node.dtype).type(node.data)  # pyright: ignore[reportArgumentType]
+            value = np.dtype(node.dtype).type(node.data)
             values[node] = Interval(value, value)
         elif node.name == AXIS:
-            values[node] = axes[node.data]  # pyright: ignore[reportArgumentType]
+            values[node] = axes[node.data]
         elif node.name == OPERAND:
             values[node] = operand(node)
         else:
@@ -67,7 +69,11 @@ def anything(dtype: str) -> Interval:
     """The interval of what nothing is known of."""
     if dtype == BOOL:
         return Interval(np.False_, np.True_)
-    return Interval(np.int32(_INT32.min), np.int32(_INT32.max)) if dtype == INT else Interval(np.float32(-np.inf), np.float32(np.inf))
+    return (
+        Interval(np.int32(_INT32.min), np.int32(_INT32.max))
+        if dtype == INT
+        else Interval(np.float32(-np.inf), np.float32(np.inf))
+    )
 
 
 def _sound(x: Interval, node: Expression, xp: Any) -> Interval:
@@ -86,7 +92,9 @@ def _add(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
 
 
 def _sub(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
-    return Interval(x.low - y.high, x.high - y.low) if node.args[0] is not node.args[1] else Interval(x.low * 0, x.low * 0)
+    return (
+        Interval(x.low - y.high, x.high - y.low) if node.args[0] is not node.args[1] else Interval(x.low * 0, x.low * 0)
+    )
 
 
 def _mul(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
@@ -106,20 +114,20 @@ def _div(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
 
 
 def _floordiv(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
-    if not (node.args[1].name == CONST and node.args[1].data > 0):  # pyright: ignore[reportOperatorIssue]
+    if not (node.args[1].name == CONST and node.args[1].data > 0):
         return anything(INT)
     return Interval(x.low // y.low, x.high // y.low)
 
 
 def _quotient(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
-    if not (node.args[1].name == CONST and node.args[1].data > 0):  # pyright: ignore[reportOperatorIssue]
+    if not (node.args[1].name == CONST and node.args[1].data > 0):
         return anything(INT)
     low, high = (xp.where(a < 0, -(-a // y.low), a // y.low) for a in x)
     return Interval(low, high)
 
 
 def _mod(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
-    if not (node.args[1].name == CONST and node.args[1].data > 0):  # pyright: ignore[reportOperatorIssue]
+    if not (node.args[1].name == CONST and node.args[1].data > 0):
         return anything(INT)
     n = y.low
     together = x.low // n == x.high // n
@@ -127,7 +135,7 @@ def _mod(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
 
 
 def _rem(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
-    if not (node.args[1].name == CONST and node.args[1].data > 0):  # pyright: ignore[reportOperatorIssue]
+    if not (node.args[1].name == CONST and node.args[1].data > 0):
         return anything(INT)
     positive = _mod(node, x, y, xp)
     n = y.low

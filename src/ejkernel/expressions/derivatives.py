@@ -23,7 +23,7 @@ def derivatives(expression: Expression, leaves: Iterable[Expression]) -> dict[Ex
     """
     order = list(nodes(expression))
     wanted = set(leaves)
-    adjoints = {node: _ZERO for node in order} | {expression: _ONE}
+    adjoints = dict.fromkeys(order, _ZERO) | {expression: _ONE}
     # a node needs one only where a wanted leaf lies below it
     below = {node: node in wanted for node in order}
     for node in order:

@@ -111,9 +111,9 @@ def evaluate(
     for node in nodes(expression):
         args = tuple(values[arg] for arg in node.args)
         if node.name == CONST:
-            value = np.dtype(node.dtype).type(node.data)  # pyright: ignore[reportArgumentType]
+            value = np.dtype(node.dtype).type(node.data)
         elif node.name == AXIS:
-            value = axes[node.data]  # pyright: ignore[reportArgumentType]
+            value = axes[node.data]
         elif node.name == SCORE:
             value = score
         elif node.name == OPERAND:

@@ -5,7 +5,7 @@ are hashed and compared by identity. No node holds an array: `load` names one by
 expression has the arrays beside it. So two functions that differ in the values they close over are one expression.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Expression:
 
     name: str
     args: tuple["Expression", ...]
-    data: Hashable
+    data: Any  # hashable
     dtype: Dtype
     axes: frozenset[str]  # which axes, and whether the score, its value depends on
 
@@ -111,7 +111,11 @@ def score() -> Expression:
     return _made(SCORE, (), None, FLOAT)
 
 
-_TYPES: dict[Dtype, Callable[[Any], Any]] = {BOOL: bool, INT: lambda x: int(np.int32(x)), FLOAT: lambda x: float(np.float32(x))}
+_TYPES: dict[Dtype, Callable[[Any], Any]] = {
+    BOOL: bool,
+    INT: lambda x: int(np.int32(x)),
+    FLOAT: lambda x: float(np.float32(x)),
+}
 
 
 def const(value: Any, dtype: Dtype) -> Expression:
@@ -223,7 +227,7 @@ def _is(x: Expression, value: Any) -> bool:
     return x.name == CONST and x.data == value
 
 
-def _simplified(name: str, args: tuple[Expression, ...]) -> Expression | None:
+def _simplified(name: str, args: Sequence[Expression]) -> Expression | None:
     x = args[0]
     y = args[1] if len(args) > 1 else x
     exact = x.dtype != FLOAT  # x + 0.0 is not x where x is -0.0, nor x * 0.0 zero where it is nan
@@ -264,7 +268,7 @@ def nonnegative(x: Expression) -> bool:
     if x.dtype != INT:
         return False
     if x.name == CONST:
-        return x.data >= 0  # pyright: ignore[reportOperatorIssue]
+        return x.data >= 0
     if x.name in ("add", "mul", "min", "floordiv", "quotient", "mod", "rem", "shift_right"):
         return all(map(nonnegative, x.args))
     return x.name in (AXIS, "abs") or (x.name == "max" and any(map(nonnegative, x.args)))
@@ -322,7 +326,7 @@ def shown(x: Expression) -> str:
     if x.name in (AXIS, SCORE):
         return str(x.data or SCORE)
     if x.name == OPERAND:
-        return "{}[{}]".format(*x.data)  # pyright: ignore[reportGeneralTypeIssues]
+        return "{}[{}]".format(*x.data)
     args = [shown(arg) for arg in x.args]
     if x.name in (LOAD, LOOKUP):
         array = f"x{x.data}" if x.name == LOAD else f"table{x.data}"

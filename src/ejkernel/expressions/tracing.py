@@ -42,7 +42,16 @@ _PRIMITIVES = {name: name for name in _SAME_NAME} | {
     "shift_right_arithmetic": "shift_right",
 }
 _TRANSPARENT = ("copy", "stop_gradient", "optimization_barrier", "reduce_precision", "pvary")
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "checkpoint")
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "remat",
+    "checkpoint",
+)
 
 
 class NotAnExpression(ValueError):
@@ -78,9 +87,11 @@ def traced(function: Callable[..., Any], name: str, *, scores: bool) -> Traced:
     if scores and not jnp.issubdtype(given, jnp.floating):
         raise TypeError(f"{signature} must give a floating-point number, it gives {given}")
     reader = _Reader(signature, [])
-    inputs = [axis(name) for name in "bhij"]
-    outputs = reader.read(closed.jaxpr, [_Array(x) for x in closed.consts], [score(), *inputs] if scores else inputs)
-    result = outputs[0] if isinstance(outputs[0], Expression) else reader.entry(outputs[0], ())
+    inputs: list[_Value] = [axis(name) for name in "bhij"]
+    (result,) = reader.read(closed.jaxpr, [_Array(x) for x in closed.consts], [score(), *inputs] if scores else inputs)
+    if isinstance(result, _Array):  # it depends on no index
+        result = reader.entry(result, ())
+    assert isinstance(result, Expression)
     arrays = tuple(jnp.asarray(x, _dtype_of(x, signature))[None] for x in reader.arrays)
     return Traced(cast(result, FLOAT if scores else BOOL), arrays)
 
@@ -152,7 +163,8 @@ class _Reader:
 
         def value(atom: Any) -> _Value:
             if isinstance(atom, core.Literal):
-                return _literal(np.asarray(atom.val, atom.aval.dtype))
+                aval: Any = atom.aval
+                return _literal(np.asarray(atom.val, aval.dtype))
             return values[atom]
 
         for equation in jaxpr.eqns:
@@ -247,17 +259,19 @@ class _Reader:
         if condition.name == "cast" and condition.args[0].dtype == BOOL and len(more) == 1:
             condition = condition.args[0]
         if condition.dtype == BOOL:
-            return select(condition, *more, first)
+            return select(condition, more[0], first)
         for number, case in enumerate(more, 1):
             first = select(condition >= number, case, first)
         return first
 
-    def _clamp(self, equation: Any, low: _Value, x: _Value, high: _Value) -> Expression:
-        low, x, high = (self.scalar(v, equation) for v in (low, x, high))
+    def _clamp(self, equation: Any, *limited: _Value) -> Expression:
+        low, x, high = (self.scalar(v, equation) for v in limited)
         return apply("min", apply("max", x, low), high)
 
     def _cond(self, equation: Any, which: _Value, *inputs: _Value) -> Expression:
-        branches = [self.read(b.jaxpr, [_Array(x) for x in b.consts], list(inputs)) for b in equation.params["branches"]]
+        branches = [
+            self.read(b.jaxpr, [_Array(x) for x in b.consts], list(inputs)) for b in equation.params["branches"]
+        ]
         if any(len(outputs) != 1 for outputs in branches):
             raise self.refusal(equation, "a condition with several results")
         return self._select_n(equation, which, *(outputs[0] for outputs in branches))
@@ -291,7 +305,9 @@ class _Reader:
     def _concatenate(self, equation: Any, *parts: _Value) -> _Vector:
         if any(isinstance(x, _Array) and x.shape != () for x in parts):
             raise self.refusal(equation, "arrays cannot be joined")
-        return _Vector([e for x in parts for e in (x.entries if isinstance(x, _Vector) else [self.scalar(x, equation)])])
+        return _Vector(
+            [e for x in parts for e in (x.entries if isinstance(x, _Vector) else [self.scalar(x, equation)])]
+        )
 
     _stack = _concatenate
 
@@ -310,7 +326,11 @@ class _Reader:
     def _gather(self, equation: Any, x: _Value, indices: _Value) -> _Value:
         given = equation.params["dimension_numbers"]
         entries = indices.entries if isinstance(indices, _Vector) else [self.scalar(indices, equation)]
-        if not isinstance(x, _Array) or given.operand_batching_dims or given.offset_dims != tuple(range(len(given.offset_dims))):
+        if (
+            not isinstance(x, _Array)
+            or given.operand_batching_dims
+            or given.offset_dims != tuple(range(len(given.offset_dims)))
+        ):
             raise self.refusal(equation, "this way of indexing")
         leading = given.start_index_map == tuple(range(len(entries))) == given.collapsed_slice_dims
         if not leading or any(size != 1 for size in equation.params["slice_sizes"][: len(entries)]):

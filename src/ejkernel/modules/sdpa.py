@@ -26,6 +26,9 @@ def scaled_dot_product_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    alibi_slopes: Float[Array, "..."] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -47,6 +50,7 @@ def scaled_dot_product_attention(
         softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
         causal: query `i` sees keys up to `i + S - T`.
         sliding_window: `w` for `(w, w)`, or `(left, right)`.
+        mask_fn, score_fn, alibi_slopes: as in `flash_attention`.
         platform: as in `flash_attention`; so are `cfg`, `mesh`, `in_specs`, `out_specs`.
 
     >>> import jax.numpy as jnp
@@ -66,6 +70,9 @@ def scaled_dot_product_attention(
         softmax_scale=softmax_scale,
         causal=causal,
         sliding_window=sliding_window,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        alibi_slopes=alibi_slopes,
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     outputs = run(SCALED_DOT_PRODUCT_ATTENTION, call, platform=platform, cfg=cfg, shards=split)

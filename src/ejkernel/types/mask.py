@@ -71,7 +71,7 @@ class MaskInfo(MaskFields):
         q_pos, kv_pos: explicit positions (B|1, T) and (B|1, S) int32.
         dense: bool (B|1, H|1, T, S).
         pattern: BlockPattern with blocks (B|1, H|1, nq, nk).
-        rule: an expression of indices, with the arrays it reads: functions, bounds, and what the other parts cannot say.
+        rule: an expression of indices, with the arrays it reads: functions, bounds, what other parts cannot say.
         band: (lo, hi), keeps `lo <= k_pos - q_pos <= hi`; None is unbounded.
         chunk: keeps `q_pos // chunk == k_pos // chunk`.
         cross: queries and keys were described apart, so they are not known to be the same tokens.
@@ -309,7 +309,7 @@ class MaskInfo(MaskFields):
         T = static_int("q_len", q_len, 0)
         S = T if kv_len is None else static_int("kv_len", kv_len, 0)
         lengths = lengths_array("prefix_lengths", prefix_lengths, S)
-        return cls(T, S, cross=T != S)._with_rule(Rule((J <= I + (S - T)) | (J < load(0, (B,), INT)), (lengths,)))
+        return cls(T, S, cross=T != S)._with_rule(Rule((J <= I + (S - T)) | (load(0, (B,), INT) > J), (lengths,)))
 
     @classmethod
     def tree(cls, ends: ArrayInput) -> "MaskInfo":
@@ -324,7 +324,7 @@ class MaskInfo(MaskFields):
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
         """
         x = rows("ends", ends)
-        return cls(x.shape[1], x.shape[1])._with_rule(Rule((J <= I) & (I < load(0, (B, J), INT)), (x,)))
+        return cls(x.shape[1], x.shape[1])._with_rule(Rule((J <= I) & (load(0, (B, J), INT) > I), (x,)))
 
     # refine
 
@@ -348,7 +348,8 @@ class MaskInfo(MaskFields):
     def apply_function(self, mask_fn: Callable[..., Any]) -> "MaskInfo":
         """Also requires `mask_fn(b, h, i, j)`: see `from_function`.
 
-        >>> MaskInfo(3, 3).apply_causal().apply_function(lambda b, h, i, j: j != 1).attention_mask[0, 0].astype(int).tolist()
+        >>> mask = MaskInfo(3, 3).apply_causal().apply_function(lambda b, h, i, j: j != 1)
+        >>> mask.attention_mask[0, 0].astype(int).tolist()
         [[1, 0, 0], [1, 0, 0], [1, 0, 1]]
         """
         return self._with_function(mask_fn, self.batch_size)
@@ -373,7 +374,8 @@ class MaskInfo(MaskFields):
             chunk, rest = None, both_rules(rest, Rule((I // chunk).equals(J // chunk)))
         cross = T != S or not same(found.q_ids, found.kv_ids)
         mask = MaskInfo(T, S, found.q_ids, found.kv_ids, chunk=chunk, rule=rest, cross=cross)
-        return mask.narrowed(tuple(None if x is None else x - (S - T) for x in found.band))
+        low, high = (None if x is None else x - (S - T) for x in found.band)
+        return mask.narrowed((low, high))
 
     def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
         """Also requires that query i sees keys in `[starts[i], ends[i])` alone: see `from_bounds`."""
@@ -385,7 +387,12 @@ class MaskInfo(MaskFields):
 
     def _limits(self, starts: ArrayInput | None, ends: ArrayInput | None, length: int) -> tuple[Any, Any]:
         found = [None if x is None else limits(name, x, length) for name, x in (("starts", starts), ("ends", ends))]
-        common_batch({"mask": self.batch_size, **{n: x.shape[0] for n, x in zip(("starts", "ends"), found, strict=True) if x is not None}})
+        common_batch(
+            {
+                "mask": self.batch_size,
+                **{n: x.shape[0] for n, x in zip(("starts", "ends"), found, strict=True) if x is not None},
+            }
+        )
         return found[0], found[1]
 
     def _with_rule(self, rule: Rule) -> "MaskInfo":

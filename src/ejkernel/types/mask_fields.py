@@ -74,6 +74,7 @@ class MaskFields:
 
     def _rule_at(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
         """What the rule shows, (B|1, H|1, t, s)."""
+        assert self.rule is not None
         heads = max(self._heads(), default=1)
         if heads == 1 and "h" in self.rule.expression.axes and not has_single_head(self.rule):
             raise ValueError(f"{self!r} depends on the number of a head: how many there are is known in a call alone")

@@ -1,4 +1,4 @@
-"""Parts of a mask that a rule says, found in its expression: bands, chunks and segments, for which kernels are faster."""
+"""Bands, chunks and segments among the conditions of a rule: kernels are faster for these."""
 
 from typing import NamedTuple
 
@@ -68,20 +68,24 @@ def linear(x: Expression) -> Linear | None:
     if x is I or x is J:
         return Linear(int(x is I), int(x is J), 0)
     if x.name == CONST and x.dtype == INT:
-        return Linear(0, 0, x.data)  # pyright: ignore[reportArgumentType]
-    args = [linear(arg) for arg in x.args]
-    if x.name not in ("add", "sub", "neg", "mul") or None in args or x.dtype != INT:
+        return Linear(0, 0, x.data)
+    if x.name not in ("add", "sub", "neg", "mul") or x.dtype != INT:
+        return None
+    args = [found for arg in x.args if (found := linear(arg)) is not None]
+    if len(args) < len(x.args):
         return None
     if x.name == "neg":
-        return Linear(*(-n for n in args[0]))  # pyright: ignore[reportOptionalIterable]
+        return _times(args[0], -1)
     a, b = args
     if x.name == "mul":
-        if any(a[:2]) and any(b[:2]):  # pyright: ignore[reportOptionalSubscript]
-            return None
-        factor, other = (a, b) if not any(a[:2]) else (b, a)  # pyright: ignore[reportOptionalSubscript]
-        return Linear(*(n * factor.constant for n in other))  # pyright: ignore
-    sign = 1 if x.name == "add" else -1
-    return Linear(*(m + sign * n for m, n in zip(a, b, strict=True)))  # pyright: ignore[reportArgumentType]
+        factor, other = (b, a) if b[:2] == (0, 0) else (a, b)
+        return _times(other, factor.constant) if factor[:2] == (0, 0) else None
+    b = _times(b, 1 if x.name == "add" else -1)
+    return Linear(*(m + n for m, n in zip(a, b, strict=True)))
+
+
+def _times(x: Linear, factor: int) -> Linear:
+    return Linear(*(n * factor for n in x))
 
 
 def band_of(term: Expression) -> Band | None:
@@ -118,22 +122,22 @@ def chunk_of(term: Expression) -> int | None:
     if term.name != "eq" or any(arg.name not in ("floordiv", "quotient") for arg in term.args):
         return None
     (x, c), (y, d) = (arg.args for arg in term.args)
-    if {x, y} != {I, J} or c is not d or c.name != CONST or c.data <= 0:  # pyright: ignore[reportOperatorIssue]
+    if {x, y} != {I, J} or c is not d or c.name != CONST or c.data <= 0:
         return None
-    return c.data  # pyright: ignore[reportReturnType]
+    return c.data
 
 
 def segments_of(term: Expression, rule: Rule) -> tuple[int, int] | None:
     """The arrays of `ids[b, i] == ids[b, j]`, of integers (B|1, length)."""
     if term.name != "eq" or any(arg.name != LOAD or arg.dtype != INT for arg in term.args):
         return None
-    if any(rule.arrays[arg.data].shape[0] > 1 and len(arg.args) > 2 for arg in term.args):  # pyright: ignore
+    if any(rule.arrays[arg.data].shape[0] > 1 and len(arg.args) > 2 for arg in term.args):
         return None
     by_index = {arg.args: arg.data for arg in term.args}
     for index in ((B,), (B, B)):  # of all rows, or of each: the first index is that of rows that broadcast
         q, k = (by_index.get((*index, axis)) for axis in (I, J))
         if q is not None and k is not None:
-            return q, k  # pyright: ignore[reportReturnType]
+            return q, k
     return None
 
 

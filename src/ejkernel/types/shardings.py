@@ -24,7 +24,6 @@ Axes = str | tuple[str, ...] | None
 
 def mask_shardings(mask: M, mesh: Mesh | AbstractMesh, axes: Mapping[str, Axes]) -> M:
     """The mask's tree with a NamedSharding per array, from mesh axes by dimension."""
-
     letters = {"b": "B", "h": "H", "i": "T", "j": "S", "": ""}
     of_rule = [] if mask.rule is None else [[letters[dim] for dim in dims] for dims in array_dims(mask.rule)]
 

@@ -1,5 +1,6 @@
 """The operations built on the softmax family, and where their implementations live."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,9 @@ def bucket(call: Call) -> str:
     extras = ["ragged"] * (call.target.backend == "gpu" and (dims.T % 8 != 0 or dims.S % 8 != 0))
     extras += ["chunk"] * (call.spec.chunk is not None)
     extras += [name for name in ("q_segments", "mask", "pattern", "bias") if name in call]
+    extras += [
+        f"{name}_fn" for name, rule in zip(call.spec.rules._fields, call.spec.rules, strict=True) if rule is not None
+    ]
     return "-".join([sizes, call["query"].dtype.name, kind, *extras])
 
 
@@ -56,6 +60,18 @@ def _ids(length: int) -> jax.Array:
     return jnp.zeros((2, length), jnp.int32)
 
 
+def _prefix(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j <= i) | (j < 32)
+
+
+def _scaled_by_head(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score * 2.0**-h
+
+
+def _relative(table: jax.Array) -> Callable[..., Any]:
+    return lambda score, b, h, i, j: score + table[jnp.clip(j - i, -4, 4) + 4, h]
+
+
 def probes() -> dict[str, Call]:
     """One small call per feature."""
     lengths = partial(MaskInfo.from_lengths, jnp.array([100, 128]), q_len=128)
@@ -76,6 +92,10 @@ def probes() -> dict[str, Call]:
         "block pattern": _struct_call(
             mask_info=lambda: MaskInfo.from_block_pattern(BlockPattern.sliding_blocks(2, 1, block_size=64), q_len=128)
         ),
+        "mask function": _struct_call(mask_fn=lambda: _prefix),
+        "score function": _struct_call(score_fn=lambda: _scaled_by_head),
+        "a table read by query and key": _struct_call(score_fn=lambda: _relative(jnp.zeros((9, 2)))),
+        "ALiBi": _struct_call(alibi_slopes=lambda: jnp.ones(2)),
         "bias": _struct_call(bias=lambda: jnp.zeros((1, 2, 128, 128))),
         "sinks": _struct_call(softmax_aux=lambda: jnp.zeros(2)),
         "soft cap": _struct_call(logits_soft_cap=30.0),

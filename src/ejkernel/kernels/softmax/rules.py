@@ -63,7 +63,7 @@ def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[R
 
 def array_name(node: Expression) -> str:
     """The array in which an operand lies, or a table."""
-    kind = "table" if node.name == LOOKUP else node.data[0]  # pyright: ignore[reportOptionalSubscript]
+    kind = "table" if node.name == LOOKUP else node.data[0]
     return f"{'float' if node.dtype == FLOAT else 'int'}_{kind}s"
 
 
@@ -103,7 +103,7 @@ class TileOperands(NamedTuple):
         """An expression at query indices i and key indices j."""
 
         def operand(node: Expression) -> Any:
-            kind, number = node.data  # pyright: ignore[reportGeneralTypeIssues]
+            kind, number = node.data
             return getattr(self, kind)(array_name(node), number)
 
         def load(node: Expression, index: tuple[Any, ...]) -> Any:
@@ -115,7 +115,7 @@ class TileOperands(NamedTuple):
 
 def table_index(node: Expression, index: tuple[Any, ...]) -> Any:
     """Where an entry lies among all tables of its dtype."""
-    offset, shape = node.data  # pyright: ignore[reportGeneralTypeIssues]
+    offset, shape = node.data
     at = 0
     for size, i in zip(shape, index, strict=True):
         at = at * size + jnp.clip(i, 0, size - 1)
@@ -174,11 +174,11 @@ def recognised_cap(expression: Expression) -> float | None:
     if expression.name != "mul":
         return None
     for cap, other in (expression.args, expression.args[::-1]):
-        if cap.name != CONST or cap.data <= 0 or other.name != "tanh":  # pyright: ignore[reportOperatorIssue]
+        if cap.name != CONST or cap.data <= 0 or other.name != "tanh":
             continue
         (inside,) = other.args
         if inside is score() / cap:
-            return cap.data  # pyright: ignore[reportReturnType]
+            return cap.data
     return None
 
 
@@ -213,11 +213,13 @@ def operand_gradients(
         table_gradients: those of tables, all in one.
     """
     rule = call.spec.rules.score
-    totals = {name: jnp.zeros(x.shape, jnp.float32) for name, x in call.arrays.items() if name in ARRAYS and ARRAYS[name].grad}
+    totals = {
+        name: jnp.zeros(x.shape, jnp.float32) for name, x in call.arrays.items() if name in ARRAYS and ARRAYS[name].grad
+    }
     for node, slope in slopes(rule).operands:
         if node.name == LOOKUP:
             continue
-        name, (kind, number) = array_name(node), node.data  # pyright: ignore[reportGeneralTypeIssues]
+        name, (kind, number) = array_name(node), node.data
         sums = summed(kind == "column", slope)
         if kind == "scalar":
             sums = sums.sum(-1)

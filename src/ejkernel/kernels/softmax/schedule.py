@@ -303,7 +303,7 @@ def _rule_maps(call: Call, dims: Dimensions, block_q: int, block_k: int, xp: Any
     sizes: dict[str, int | None] = {"scalar": None, "row": block_q, "column": block_k}
 
     def operand(node: Expression) -> Interval:
-        kind, number = node.data  # pyright: ignore[reportGeneralTypeIssues]
+        kind, number = node.data
         found = operand_interval(call[array_name(node)][:, :, number], sizes[kind], xp)
         added = {"row": (..., None), "column": (..., None, slice(None))}.get(kind, ...)
         return Interval(*(x[added] for x in found))

@@ -22,7 +22,7 @@ from ejkernel.checks.arrays import (
 )
 from ejkernel.checks.options import flag, number, soft_cap
 from ejkernel.expressions.binding import Rule, Sizes, distance, with_indices
-from ejkernel.expressions.nodes import FLOAT, INT, TRUE, B, H, apply, cast, load, score
+from ejkernel.expressions.nodes import FLOAT, INT, TRUE, B, Expression, H, I, apply, cast, load, score
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
 from ejkernel.kernels.common.scale import with_static_scale
@@ -164,7 +164,7 @@ def canonicalise(
     cap, cap_rule = _soft_cap(logits_soft_cap)
     band, window_rule = _window(sliding_window, dims, mask)
     called_score = None if score_fn is None else counted_in(rules.score_rule(score_fn), offsets, dims)
-    scores = rules.composed(called_score, rules.composed(_alibi(alibi_slopes, dims, mask), cap_rule))
+    scores = rules.composed(called_score, rules.composed(_alibi(alibi_slopes, dims, mask, offsets), cap_rule))
     if cap is None and scores is not None and (known := recognised_cap(scores.expression)) is not None:
         cap, scores = known, None
     seen = rules.conjunction(mask.rule, window_rule)
@@ -326,8 +326,13 @@ def counted_in(rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> Rule:
 def token_positions(offsets: jax.Array, length: int) -> jax.Array:
     """Where each token (1, length) stands in its packed sequence; past the last, anything."""
     at = jnp.arange(length, dtype=jnp.int32)
-    document = jnp.clip(jnp.searchsorted(offsets, at, side="right") - 1, 0, offsets.shape[0] - 1)
-    return (at - offsets[document])[None]
+    return (at - offsets[token_sequences(offsets, length)])[None]
+
+
+def token_sequences(offsets: jax.Array, length: int) -> jax.Array:
+    """The packed sequence of each token (length,); of padding, the last."""
+    at = jnp.arange(length, dtype=jnp.int32)
+    return jnp.clip(jnp.searchsorted(offsets, at, side="right") - 1, 0, offsets.shape[0] - 2)
 
 
 def _soft_cap(cap: Any) -> tuple[float | None, Rule | None]:
@@ -345,17 +350,22 @@ def _distance(mask: MaskInfo, dims: Dimensions) -> Rule:
     return distance(mask.q_pos, mask.kv_pos, dims.S - dims.T)
 
 
-def _alibi(slopes: Any, dims: Dimensions, mask: MaskInfo) -> Rule | None:
+def _alibi(slopes: Any, dims: Dimensions, mask: MaskInfo, offsets: dict[str, Any]) -> Rule | None:
     """`-slope * |distance|`, of positions as causality has them."""
     if slopes is None:
         return None
     x = float_array("alibi_slopes", slopes).astype(jnp.float32)
-    if x.shape not in ((dims.H,), (1, dims.H), (dims.B, dims.H)):
-        raise ValueError(f"alibi_slopes {x.shape} must be (heads,) or (batch, heads) = {(dims.B, dims.H)}")
+    rows = offsets["q_offsets"].shape[0] - 1 if offsets else dims.B
+    if x.shape not in ((dims.H,), (1, dims.H), (rows, dims.H)):
+        each = f"({rows}, {dims.H}), by sequence" if offsets else f"(batch, {dims.H})"
+        raise ValueError(f"alibi_slopes {x.shape} must be ({dims.H},) or {each}")
     away = _distance(mask, dims)
-    slope = load(len(away.arrays), (B, H), FLOAT)
-    biased = score() - slope * cast(apply("abs", away.expression), FLOAT)
-    return Rule(biased, (*away.arrays, x.reshape(-1, dims.H)))
+    index: tuple[Expression, ...] = (B, H)
+    x = x.reshape(-1, dims.H)
+    if offsets and x.shape[0] > 1:  # of each query, by its sequence
+        x, index = x[token_sequences(offsets["q_offsets"], dims.T)].T[None], (B, H, I)
+    biased = score() - load(len(away.arrays), index, FLOAT) * cast(apply("abs", away.expression), FLOAT)
+    return Rule(biased, (*away.arrays, x))
 
 
 def _window(sliding_window: Any, dims: Dimensions, mask: MaskInfo) -> tuple[Band, Rule | None]:

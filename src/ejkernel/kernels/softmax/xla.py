@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.checks.options import config_ints
+from ejkernel.expressions.nodes import LOOKUP
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.common.online_softmax import (
     MASKED,
@@ -30,7 +31,6 @@ from ejkernel.kernels.common.tiles import (
     uncapped_gradient,
 )
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
-from ejkernel.expressions.nodes import LOOKUP
 from ejkernel.kernels.softmax.rules import ARRAYS, TileOperands, array_name, slopes, table_index
 from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
@@ -452,7 +452,9 @@ def _add_operands(
         if kind == "scalar":
             totals[name] = total.at[number].add(by_pair.sum())
         else:
-            sums, start = (by_pair.sum(1), i * tiling.block_q) if kind == "row" else (by_pair.sum(0), j * tiling.block_k)
+            sums, start = (
+                (by_pair.sum(1), i * tiling.block_q) if kind == "row" else (by_pair.sum(0), j * tiling.block_k)
+            )
             old = lax.dynamic_slice(total, (number, start), (1, len(sums)))
             totals[name] = lax.dynamic_update_slice(total, old + sums, (number, start))
     return totals
