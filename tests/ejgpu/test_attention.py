@@ -179,7 +179,7 @@ def test_bad_packed_input(options, message):
         ({"b": np.zeros((T, S), np.int32)}, "^b has dtype int32"),
         (
             {"b": np.zeros((3, T, S), np.float32), "alibi_slopes": np.ones(H, np.float32)},
-            r"^b \(3, 7, 9\) does not broadcast to \(batch, 4, 7, 9\)",
+            r"^b \(3, 7, 9\) does not broadcast to .* = \(2, 4, 7, 9\)",
         ),
         ({"q": np.zeros((2, T, H, D), np.int32)}, "^q has dtype int32"),
         ({"k": np.zeros((2, S, HKV, 4), np.float32)}, r"^head_dim of k \(.*\) must be that of q \(.*\): 8"),

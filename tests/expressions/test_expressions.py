@@ -150,7 +150,7 @@ def test_what_is_known_of_indices_is_not_computed():
         (lambda b, h, i, j: (i > j, i < j), "must give one bool"),
         (lambda b, h, i, j: jax.lax.dynamic_slice(jnp.arange(9.0), [i], [2]).sum() > 0, "index to one number"),
         (lambda b, h, i, j: jax.lax.erf(i * 1.0) > 0, "erf has no counterpart"),
-        (lambda b, h, i, j: jnp.ones((3, 4))[i].sum() > 0, "index it to one number first"),
+        (lambda b, h, i, j: jnp.ones((3, 4))[i].sum() > 0, "compute with single numbers"),
         (lambda b, h, i, j: jnp.ones(9, jnp.complex64)[i] == 1, "complex64"),
     ],
 )

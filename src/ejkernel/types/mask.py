@@ -309,7 +309,7 @@ class MaskInfo(MaskFields):
         T = static_int("q_len", q_len, 0)
         S = T if kv_len is None else static_int("kv_len", kv_len, 0)
         lengths = lengths_array("prefix_lengths", prefix_lengths, S)
-        return cls(T, S, cross=T != S)._with_rule(Rule((J <= I + (S - T)) | (load(0, (B,), INT) > J), (lengths,)))
+        return cls(T, S, cross=T != S)._with_rule(Rule((J <= I + (S - T)) | (J < load(0, (B,), INT)), (lengths,)))
 
     @classmethod
     def tree(cls, ends: ArrayInput) -> "MaskInfo":
@@ -324,7 +324,7 @@ class MaskInfo(MaskFields):
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
         """
         x = rows("ends", ends)
-        return cls(x.shape[1], x.shape[1])._with_rule(Rule((J <= I) & (load(0, (B, J), INT) > I), (x,)))
+        return cls(x.shape[1], x.shape[1])._with_rule(Rule((J <= I) & (I < load(0, (B, J), INT)), (x,)))
 
     # refine
 

@@ -181,12 +181,12 @@ def _loaded(node: Expression, args: list[str], layout: Layout) -> str:
     pointer = "p_floats" if node.dtype == FLOAT else "p_ints"
     scalars, rows, columns = layout
     if node.name == LOOKUP:
-        offset, shape = node.data  # pyright: ignore[reportGeneralTypeIssues]
+        offset, shape = node.data
         index = "0"
         for size, arg in zip(shape, args, strict=True):
             index = f"({index} * {size} + tl.minimum(tl.maximum({arg}, 0), {size - 1}).to(tl.int64))"
         return f"tl.load({pointer} + {scalars} + {rows} * T + {columns} * S + {offset} + {index})"
-    kind, number = node.data  # pyright: ignore[reportGeneralTypeIssues]
+    kind, number = node.data
     if kind == "scalar":
         return f"tl.load({pointer} + {number})"
     if kind == "row":

@@ -11,8 +11,8 @@ from ejkernel.checks.options import config_ints
 from ejkernel.expressions.nodes import Expression
 from ejkernel.kernels.common.dropout import threshold
 from ejkernel.kernels.common.sizes import power_of_two
-from ejkernel.kernels.common.triton_rules import DeviceFunction, flat_operands, layouts_of, unsupported_operations
 from ejkernel.kernels.common.triton_launch import TritonLaunch, run_nan_safe
+from ejkernel.kernels.common.triton_rules import DeviceFunction, flat_operands, layouts_of, unsupported_operations
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.kernels.softmax.rules import operand_gradients, slopes
 from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side, by_index, in_order, plan
@@ -214,7 +214,9 @@ def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str,
         **dict(zip(("s_order_b", "s_order_h"), _strides(order, 0 if order is None else order.shape[2]), strict=True)),
         **dict(zip(("s_pattern_b", "s_pattern_h"), _strides(pattern, cells), strict=True)),
         **dict(zip(("s_ints_b", "s_ints_h"), _strides(ints, 0 if ints is None else ints.shape[2]), strict=True)),
-        **dict(zip(("s_floats_b", "s_floats_h"), _strides(floats, 0 if floats is None else floats.shape[2]), strict=True)),
+        **dict(
+            zip(("s_floats_b", "s_floats_h"), _strides(floats, 0 if floats is None else floats.shape[2]), strict=True)
+        ),
         "scale": spec.scale,
         "soft_cap": spec.soft_cap or 1.0,
         "keep_scale": 1.0 / (1.0 - spec.dropout),
