@@ -165,7 +165,8 @@ def _explained(call: Call, devices: tuple[int, ...], axes: Axes, platform: Any, 
         half = choose_platform(HOP, seen, platform, cfg)[1]
         method_reason += f"; {half.platform} for halves that see all of another device's"
         method_reason += f", config {half.config} (from {half.config_source})"
-    return replace(explanation, reason=f"{count} devices along {axes}: {method_reason}; {explanation.reason}")
+    devices = "1 device" if count == 1 else f"{count} devices"
+    return replace(explanation, reason=f"{devices} along {axes}: {method_reason}; {explanation.reason}")
 
 
 def _met(call: Call, devices: int, passes: bool, halves: bool) -> Call:
