@@ -34,7 +34,9 @@ def along_length(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
         )
     first, heads = axes[:1], axes[1:]
     if not call["query"].size or not call["key"].size:
-        return run(Call(call.spec.softmax, call.arrays, call.target))
+        # their columns are of all devices' keys, and nothing depends on them
+        arrays = {name: x for name, x in call.arrays.items() if name not in ("bias", "mask")}
+        return run(Call(call.spec.softmax, arrays, call.target))
     with default_rules():
         method = _method(call, first)
         if heads:
