@@ -86,8 +86,45 @@ def _tile(
     return kept, ds
 
 
-def dquery_scratch(call: Call, block_q: int) -> dict[str, Scratch]:
-    return {"sum": ((dimensions(call).D, block_q), jnp.float32)}
+def scratch(kernel: str, call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
+    """The sums that a kernel keeps from tile to tile."""
+    dims = dimensions(call)
+    if kernel == "dbias":
+        _, _, T, S = call["bias"].shape
+        shapes = {"sum": (block_q if T > 1 else 1, block_k if S > 1 else 1)}
+    elif kernel == "dq":
+        shapes = {"sum": (dims.D, block_q)}
+    else:
+        shapes = {"dk": (dims.D, block_k), "dv": (dims.Dv, block_k)}
+    return {name: (shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def _launch(
+    name: str, tiles: Tiles, rows: Rows, outputs: Any, width: int, step: Any, finish: Any
+) -> dict[str, jax.Array]:
+    """The outputs of the kernel of that name, which sums in VMEM over the tiles of each row of the schedule.
+
+    `step(sums, inputs, masked, weights, ds)` adds a tile, `finish(outputs, sums)` writes what a row comes to.
+    """
+
+    def kernel(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.current_step(scalars)
+
+        @pl.when(at.has(FIRST))
+        def _start() -> None:
+            for sums in kept.values():
+                sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+        def visit(masked: bool) -> None:
+            inputs = _Inputs.read(arrays)
+            step(kept, inputs, masked, *_tile(tiles, scalars, arrays, inputs, at, masked))
+
+        tiles.visit(at, visit)
+        pl.when(at.has(LAST))(lambda: finish(outs, kept))
+
+    kernel.__name__ = f"softmax_{name}"
+    kept = scratch(name, tiles.call, tiles.block_q, tiles.block_k)
+    return tiles.launch(kernel, _operands(tiles, rows), outputs, kept, width)
 
 
 def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
@@ -95,33 +132,15 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     tiles = Tiles.of(call, block_q, block_k, "q")
     B, T, _, H, _, D, Dv = tiles.dims
     outputs = {"dq": (jax.ShapeDtypeStruct((B, H, D, T), call["query"].dtype), tiles.of_queries(D))}
-    scratch = dquery_scratch(call, tiles.block_q)
 
-    def softmax_dq(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, inputs: _Inputs, masked: bool, p: jax.Array, ds: jax.Array) -> None:
+        key = inputs.nonfinite_zeroed(masked).key
+        kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["dq"][...] = (kept["sum"][...] * tiles.spec.scale).astype(outs["dq"].dtype)
 
-        def step(masked: bool) -> None:
-            inputs = _Inputs.read(arrays)
-            _, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
-            key = inputs.nonfinite_zeroed(masked).key
-            kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["dq"][...] = (kept["sum"][...] * tiles.spec.scale).astype(outs["dq"].dtype)
-
-    return length_second(tiles.launch(softmax_dq, _operands(tiles, rows), outputs, scratch, 2 * D + Dv)["dq"])
-
-
-def dkey_dvalue_scratch(call: Call, block_k: int) -> dict[str, Scratch]:
-    dims = dimensions(call)
-    return {name: ((dim, block_k), jnp.float32) for name, dim in (("dk", dims.D), ("dv", dims.Dv))}
+    return length_second(_launch("dq", tiles, rows, outputs, 2 * D + Dv, step, finish)["dq"])
 
 
 def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
@@ -132,31 +151,17 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
         "dk": (jax.ShapeDtypeStruct((B, Hkv, D, S), call["key"].dtype), tiles.of_keys(D)),
         "dv": (jax.ShapeDtypeStruct((B, Hkv, Dv, S), call["value"].dtype), tiles.of_keys(Dv)),
     }
-    scratch = dkey_dvalue_scratch(call, tiles.block_k)
 
-    def softmax_dkv(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, inputs: _Inputs, masked: bool, p: jax.Array, ds: jax.Array) -> None:
+        query, _, _, dout = inputs.nonfinite_zeroed(masked)
+        kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
+        kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            for sums in kept.values():
-                sums[...] = jnp.zeros(sums.shape, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["dk"][...] = (kept["dk"][...] * tiles.spec.scale).astype(outs["dk"].dtype)
+        outs["dv"][...] = kept["dv"][...].astype(outs["dv"].dtype)
 
-        def step(masked: bool) -> None:
-            inputs = _Inputs.read(arrays)
-            p, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
-            query, _, _, dout = inputs.nonfinite_zeroed(masked)
-            kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
-            kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["dk"][...] = (kept["dk"][...] * tiles.spec.scale).astype(outs["dk"].dtype)
-            outs["dv"][...] = kept["dv"][...].astype(outs["dv"].dtype)
-
-    done = tiles.launch(softmax_dkv, _operands(tiles, rows), outputs, scratch, 2 * (D + Dv))
+    done = _launch("dkv", tiles, rows, outputs, 2 * (D + Dv), step, finish)
     return length_second(done["dk"]), length_second(done["dv"])
 
 
@@ -217,39 +222,18 @@ class BiasTiles(Tiles):
         return _BiasStep(self, index, scalars)
 
 
-def dbias_scratch(call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
-    _, _, T, S = call["bias"].shape
-    return {"sum": ((block_q if T > 1 else 1, block_k if S > 1 else 1), jnp.float32)}
-
-
 def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     """The gradient of the bias in its own shape, summed over the axes it broadcasts along."""
     tiles = BiasTiles.of_bias(call, block_q, block_k)
     bias = call["bias"]
-    block = tiles.of_matrix(bias.shape)
-    scratch = dbias_scratch(call, tiles.block_q, tiles.block_k)
-    sums = scratch["sum"][0]
-    outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), block)}
+    outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), tiles.of_matrix(bias.shape))}
 
-    def softmax_dbias(scalars: Any, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, inputs: _Inputs, masked: bool, p: jax.Array, ds: jax.Array) -> None:
+        for axis, size in enumerate(kept["sum"].shape):  # a tile is (keys, queries), a bias (queries, keys)
+            ds = ds.sum(1 - axis, keepdims=True) if size == 1 else ds
+        kept["sum"][...] += transposed(ds)
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            kept["sum"][...] = jnp.zeros(sums, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["dbias"][...] = kept["sum"][...].astype(outs["dbias"].dtype)
 
-        def step(masked: bool) -> None:
-            _, ds = _tile(tiles, scalars, arrays, _Inputs.read(arrays), at, masked)
-            if sums[0] == 1:
-                ds = ds.sum(1, keepdims=True)
-            if sums[1] == 1:
-                ds = ds.sum(0, keepdims=True)
-            kept["sum"][...] += transposed(ds)
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["dbias"][...] = kept["sum"][...].astype(outs["dbias"].dtype)
-
-    return tiles.launch(softmax_dbias, _operands(tiles, rows), outputs, scratch, tiles.dims.D + tiles.dims.Dv)["dbias"]
+    return _launch("dbias", tiles, rows, outputs, tiles.dims.D + tiles.dims.Dv, step, finish)["dbias"]
