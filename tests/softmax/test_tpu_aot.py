@@ -87,13 +87,13 @@ class Program:
 
 def moved(text, sizes):
     """Instructions that only move a tensor of one of these sizes, or pad to more than the smallest."""
-    found = []
+    lines = []
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?\S+ = \w+\[([\d,]*)\]\S* (copy|transpose|pad|reshape|gather)\(", line)
         elements = int(np.prod([int(n) for n in match[1].split(",") if n])) if match else 0
         if match and (elements in sizes or (match[2] == "pad" and elements > min(sizes))):
-            found.append(line.strip()[:160])
-    return found
+            lines.append(line.strip()[:160])
+    return lines
 
 
 def kernels(text):
