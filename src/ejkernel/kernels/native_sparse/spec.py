@@ -163,13 +163,13 @@ def _table_rows(most: int, indices: jax.Array, counts: Any, table: BlockTable) -
     legal = (indices >= 0) & (indices <= table.own_block[:, :, None, None]) & (number < most)
     if counts is not None:
         legal &= number < counts[..., None]
-    found = jnp.where(legal, indices + table.first_row[:, :, None, None], -1)
+    rows = jnp.where(legal, indices + table.first_row[:, :, None, None], -1)
     if number.size <= _FEW:
-        same = (found[..., :, None] == found[..., None, :]) & (number[:, None] > number)
-        return jnp.where(same.any(-1), -1, found)
-    found = jnp.sort(found, axis=-1)
-    before = jnp.concatenate([jnp.full_like(found[..., :1], -1), found[..., :-1]], axis=-1)
-    return jnp.where(found == before, -1, found)
+        same = (rows[..., :, None] == rows[..., None, :]) & (number[:, None] > number)
+        return jnp.where(same.any(-1), -1, rows)
+    rows = jnp.sort(rows, axis=-1)
+    before = jnp.concatenate([jnp.full_like(rows[..., :1], -1), rows[..., :-1]], axis=-1)
+    return jnp.where(rows == before, -1, rows)
 
 
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:

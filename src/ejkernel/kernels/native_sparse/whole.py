@@ -167,7 +167,17 @@ def run_whole(call: Call, composite: Composite, shards: Shards) -> jax.Array:
     """out (B, T, H, Dv), on every device's part of the call where the caller says how to split it."""
     if shards.in_specs is None:
         return branches(call, composite)["out"]
-    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, lambda local: branches(local, composite))["out"]
+    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, _Branches(composite))["out"]
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """Adds them up, for a device's part of a call."""
+
+    composite: Composite
+
+    def __call__(self, call: Call) -> dict[str, jax.Array]:
+        return branches(call, self.composite)
 
 
 def branches(call: Call, composite: Composite) -> dict[str, jax.Array]:

@@ -79,9 +79,9 @@ class Spec:
         causal: a sequence's queries are its last tokens and see the keys up to their own; else they see all.
         window: how many keys before its own a query sees; None is all.
         soft_cap: of the logits, after the scale.
-        num_splits: parts the key axis is computed in; None leaves it to the platform.
+        num_splits: splits of the key axis that are computed side by side; None leaves it to the platform.
         with_lse: whether the caller wants the log-sum-exp.
-        out_dtype: of `out`; None is that of the query. Parts that are still to be merged are float32.
+        out_dtype: of `out`; None is that of the query. Results that are still to be merged are float32.
         cost: told to a compiler that asks; None is what the platform itself estimates.
         stands_in: whether one sequence, or one query, stands in for none.
     """
@@ -201,10 +201,10 @@ _MOST_SPLITS = 2**16
 
 
 def _splits(num_splits: Any) -> int:
-    found = static_int("num_splits", num_splits, 1)
-    if found > _MOST_SPLITS:
-        raise ValueError(f"num_splits={found} must be at most {_MOST_SPLITS}")
-    return found
+    splits = static_int("num_splits", num_splits, 1)
+    if splits > _MOST_SPLITS:
+        raise ValueError(f"num_splits={splits} must be at most {_MOST_SPLITS}")
+    return splits
 
 
 # Queries and pages ------------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ class _Integers(NamedTuple):
         if lens.shape[0] != rows:
             raise ValueError(f"{lens_name} {lens.shape} must have one entry per sequence: {rows}")
         if self.block_tables is not None:
-            nobody = rows == 0 and np.shape(self.block_tables) in ((0,), (0, 0))
-            tables = np.zeros((0, 1), np.int32) if nobody else integers(table_name, self.block_tables, 2)
+            no_rows = rows == 0 and np.shape(self.block_tables) in ((0,), (0, 0))
+            tables = np.zeros((0, 1), np.int32) if no_rows else integers(table_name, self.block_tables, 2)
             if tables.shape[1] == 0:
                 raise ValueError(f"{table_name} must have at least one page per sequence, got none")
             if tables.shape[0] != rows:
@@ -333,15 +333,15 @@ class _Integers(NamedTuple):
         if self.block_tables is not None:
             tables = self.block_tables
 
-            def strays(xp: Any) -> Any:
+            def outside(xp: Any) -> Any:
                 used = self._used(xp, spec, L) & counted(xp)[:, None]
                 return used & ((xp.asarray(tables) < 0) | (xp.asarray(tables) >= P))
 
-            def first_stray(xp: Any) -> Any:
-                return xp.take_along_axis(xp.asarray(tables), strays(xp).argmax(1)[:, None], 1)[:, 0]
+            def first_outside(xp: Any) -> Any:
+                return xp.take_along_axis(xp.asarray(tables), outside(xp).argmax(1)[:, None], 1)[:, 0]
 
             message = f"{table_name} must hold page ids from 0 to {P - 1} in the slots that are used"
-            check(first_stray, lambda xp, _: strays(xp).any(1), message, self)
+            check(first_outside, lambda xp, _: outside(xp).any(1), message, self)
 
     def _used(self, xp: Any, spec: Spec, L: int) -> Any:
         """Which slots of the table (N, W) are read."""
@@ -388,7 +388,7 @@ def page_ids(dims: Dimensions, arrays: dict[str, jax.Array]) -> jax.Array:
 
 
 def read_pages(arrays: dict[str, jax.Array], take: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Keys and values (..., Hkv, D) of the pages that `take` reads; interleaved ones are parted after reading."""
+    """Keys and values (..., Hkv, D) of the pages that `take` reads; interleaved ones are separated after reading."""
     if "kv_pages" in arrays:
         rows = take(arrays["kv_pages"])
         return rows[..., 0::2, :], rows[..., 1::2, :]

@@ -70,7 +70,7 @@ def _around(call: Call, axes: tuple[str, ...], run: LocalRun, method: str) -> Ar
 
 
 def by_ring(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
-    """Keys go round; see `ring_pass`."""
+    """A ring pass; see `ring_pass`."""
     spec, arrays = call.spec, call.arrays
     devices, dims = lax.axis_size(axes), dimensions(call)
     hops = hops_needed(spec.layout, devices, dims.T * devices, dims.S * devices, spec.band, spec.chunk)

@@ -24,7 +24,7 @@ class Spec(softmax.Spec):
 
     Attributes:
         layout: of the tokens on the devices.
-        method: what travels; "auto" is settled when the devices are known.
+        method: what travels; "auto" is resolved when the devices are known.
     """
 
     layout: str = "contiguous"

@@ -68,7 +68,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         return {"indices": assembled(call, jnp.zeros((B, T, Hkv, 0), jnp.int32))}, {}
     queries = max(1, min(_MOST_QUERIES, config.rows // power_of_two(_group(call))))
     heads = max(power_of_two(_group(call)), 16 // queries)
-    piece = max(config.blocks, min(power_of_two(N), _WEIGHTS * config.warps // queries))
+    held = max(config.blocks, min(power_of_two(N), _WEIGHTS * config.warps // queries))
     best = triton_call(
         select_kernel,
         call["query"],
@@ -91,7 +91,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         BD=power_of_two(D, 16),
         BQ=queries,
         BN=config.blocks,
-        TILES=piece // config.blocks,
+        TILES=held // config.blocks,
         CHOSEN=chosen,
         BEST=power_of_two(chosen, 2),
         FIRST_B=call["first_row"].shape[0] > 1,

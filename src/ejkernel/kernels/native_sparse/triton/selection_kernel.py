@@ -35,12 +35,12 @@ def select_kernel(
     m_some = b_own_block >= 3
     i_from = tl.min(tl.where(m_some, b_first + 1, FAR), 0)
     i_to = tl.max(tl.where(m_some, b_first + b_own_block - 1, 0), 0)
-    for i_piece in range(i_from, i_to, TILES * BN):
+    for i_chunk in range(i_from, i_to, TILES * BN):
         # (BQ, TILES, BN): the weights of as many blocks as registers hold
         b_all = tl.full([BQ, TILES, BN], -1.0, tl.float32)
         o_tile = tl.arange(0, TILES)
-        for n in range(tl.cdiv(tl.minimum(i_to - i_piece, TILES * BN), BN)):
-            o_n = i_piece + n * BN + tl.arange(0, BN)
+        for n in range(tl.cdiv(tl.minimum(i_to - i_chunk, TILES * BN), BN)):
+            o_n = i_chunk + n * BN + tl.arange(0, BN)
             b_k = load_matrix_rows(p_k, (i_b.to(tl.int64) * N + o_n) * HK + i_hk, o_n < N, D, BD)
             # (BQ * GP, BN)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
@@ -52,7 +52,7 @@ def select_kernel(
             b_block = o_n[None, :] - b_first[:, None]
             b_w = tl.where((b_block >= 1) & (b_block <= b_own_block[:, None] - 2), b_w, -1.0)
             b_all = tl.where((o_tile == n)[None, :, None], b_w[:, None, :], b_all)
-        o_all = i_piece + (o_tile * BN)[None, :, None] + tl.arange(0, BN)[None, None, :]
+        o_all = i_chunk + (o_tile * BN)[None, :, None] + tl.arange(0, BN)[None, None, :]
         b_old_weight, b_old_best = b_weight, b_best
         for c in range(CHOSEN):
             b_top = tl.maximum(tl.max(tl.max(b_all, 2), 1), tl.max(b_old_weight, 1))
@@ -64,6 +64,6 @@ def select_kernel(
             b_old_weight = tl.where(b_old_best == b_at[:, None], -1.0, b_old_weight)
             b_weight = tl.where((o_c == c)[None, :], b_top[:, None], b_weight)
             b_best = tl.where((o_c == c)[None, :], b_at[:, None], b_best)
-    b_found = tl.where(b_weight >= 0.0, b_best - b_first[:, None], -1)
+    b_selected = tl.where(b_weight >= 0.0, b_best - b_first[:, None], -1)
     p_tile = p_best + ((i_b.to(tl.int64) * T + o_q) * HK + i_hk)[:, None] * CHOSEN + o_c[None, :]
-    tl.store(p_tile, b_found, mask=(o_q < T)[:, None] & (o_c < CHOSEN)[None, :])
+    tl.store(p_tile, b_selected, mask=(o_q < T)[:, None] & (o_c < CHOSEN)[None, :])
