@@ -279,8 +279,16 @@ class _Integers(NamedTuple):
         lens_name, table_name, starts_name = (names.get(n, n) for n in ("context_lens", "block_tables", "starts"))
         lens = integers(lens_name, self.context_lens, 1)
         rows = lens.shape[0] if N is None else N
-        if lens.shape[0] != rows:
-            raise ValueError(f"{lens_name} {lens.shape} must have one entry per sequence: {rows}")
+        starts = None if self.starts is None else integers(starts_name, self.starts, 1)
+        query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
+        for name, x, size, what in (
+            (lens_name, lens, rows, "one entry per sequence"),
+            (starts_name, starts, rows, "one entry per sequence"),
+            ("query_start_loc", query_start, rows + 1, "one entry more than sequences"),
+        ):
+            if x is not None and x.shape[0] != size:
+                raise ValueError(f"{name} {x.shape} must have {what}: {size}")
+        tables = None
         if self.block_tables is not None:
             no_rows = rows == 0 and np.shape(self.block_tables) in ((0,), (0, 0))
             tables = np.zeros((0, 1), np.int32) if no_rows else integers(table_name, self.block_tables, 2)
@@ -288,23 +296,14 @@ class _Integers(NamedTuple):
                 raise ValueError(f"{table_name} must have at least one page per sequence, got none")
             if tables.shape[0] != rows:
                 raise ValueError(f"{table_name} {tables.shape} must be (sequences, pages) with {rows} sequences")
-        else:
-            tables = None
-            if rows != P:
-                keys, queries = names.get("key_pages", "key_pages"), names.get("query", "query")
-                raise ValueError(f"{keys} holds {P} sequences, {queries} {rows}")
-        starts = None if self.starts is None else integers(starts_name, self.starts, 1)
-        if starts is not None and starts.shape[0] != rows:
-            raise ValueError(f"{starts_name} {starts.shape} must have one entry per sequence: {rows}")
-        query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
-        if query_start is not None and query_start.shape[0] != rows + 1:
-            raise ValueError(f"query_start_loc {query_start.shape} must have one entry more than sequences: {rows + 1}")
+            check_sizes_known(table_name, tables)
+        elif rows != P:
+            keys, queries = names.get("key_pages", "key_pages"), names.get("query", "query")
+            raise ValueError(f"{keys} holds {P} sequences, {queries} {rows}")
         num_seqs = None if self.num_seqs is None else integers("num_seqs", self.num_seqs, 0, 1)
         if num_seqs is not None and num_seqs.size != 1:
             raise ValueError(f"num_seqs must be one number, got shape {num_seqs.shape}")
         num_seqs = None if num_seqs is None else num_seqs.reshape(())
-        if tables is not None:
-            check_sizes_known(table_name, tables)
         return _Integers(lens, tables, query_start, num_seqs, starts)
 
     def check_values(self, spec: Spec, T: int, P: int, L: int, names: Mapping[str, str]) -> None:

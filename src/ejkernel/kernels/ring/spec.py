@@ -60,8 +60,7 @@ def canonicalise(
     arrays = dict(call.arrays)
     if bias is not None:
         arrays["bias"] = _bias(bias, call, query.shape[:-3], devices)
-    facts = {field.name: getattr(call.spec, field.name) for field in fields(softmax.Spec)}
-    return Call(Spec(**facts, layout=layout, method=method), arrays)
+    return Call(Spec(**vars(call.spec), layout=layout, method=method), arrays)
 
 
 def _bias(bias: Any, call: Call, batch: tuple[int, ...], devices: int) -> Any:
