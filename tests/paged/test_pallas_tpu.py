@@ -45,7 +45,7 @@ APART = (
 
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
-def test_heads_apart(case):
+def test_heads_multiplied_one_by_one(case):
     check_case(case, INTERPRETED, cfg={"block_q": 4, "block_k": 32, "joined_rows": 0})
 
 

@@ -82,7 +82,7 @@ def test_splits_change_nothing(platform):
         assert_close({"out": out, "lse": lse}, {"out": outputs[0][0], "lse": outputs[0][1]})
 
 
-def test_a_mixed_batch_is_its_sequences_apart(platform):
+def test_a_mixed_batch_is_its_sequences_one_by_one(platform):
     if refused(platform):
         return
     (key, value), rows = cache(), table(3, 6)

@@ -41,7 +41,7 @@ APART = (
 
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
-def test_warps_apart(case):
+def test_independent_warps(case):
     check_case(case, INTERPRETED, cfg={"decode_keys": 64, "decode_warps": 4, "decode_independent_warps": True})
 
 
