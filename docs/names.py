@@ -43,8 +43,10 @@ def named() -> dict[str, tuple[str, str]]:
 
 
 def summary(thing: object) -> str:
-    """The first line of a docstring."""
-    return (inspect.getdoc(thing) or "").partition("\n")[0].replace("|", "\\|")
+    """The first line of a docstring, and those that end its sentence."""
+    paragraph = (inspect.getdoc(thing) or "").partition("\n\n")[0]
+    whole = re.match(r".*?[.:]$", paragraph, re.DOTALL | re.MULTILINE)
+    return " ".join((whole[0] if whole else paragraph).split()).replace("|", "\\|")
 
 
 def written() -> str:

@@ -3,8 +3,7 @@
 New code does better with `ejkernel.modules`, which has more options and one layout.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -104,7 +103,7 @@ def flash_attn_varlen(
             cumulative_lengths(name, starts, tokens)
     _check_longest("max_seqlens_q", max_seqlens_q, T, cu_seqlens_q)
     _check_longest("max_seqlens_k", max_seqlens_k, S, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-    with _errors_as_called(softmax_scale="sm_scale", dropout_prob="dropout_p", bias="b"):
+    with errors_as_called(ARGUMENTS | {"softmax_scale": "sm_scale", "dropout_prob": "dropout_p", "bias": "b"}):
         out = flash_attention(
             q,
             k,
@@ -136,7 +135,7 @@ def flash_attn_varlen_decode(
     >>> flash_attn_varlen_decode(jnp.ones((2, 1, 4, 16)), cache, cache, cache_seqlens=jnp.array([50, 9])).shape
     (2, 1, 4, 16)
     """
-    with _errors_as_called(softmax_scale="sm_scale"):
+    with errors_as_called(ARGUMENTS | {"softmax_scale": "sm_scale"}):
         # on the host, since lengths there are checked where all that they are compared with is there too
         starts: Any = np.zeros(q.shape[0], np.int32)
         return ragged_decode_attention(q, k, v, starts, cache_seqlens, softmax_scale=sm_scale)
@@ -163,10 +162,7 @@ def recurrent(
     ((2, 100, 4, 16), (2, 4, 16, 16))
     """
     gates = {"g": g, "g_gamma": g_gamma, "gk": gk, "gv": gv}
-    options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
-    with _errors_as_called(softmax_scale="scale"):
-        _check_packed(q, cu_seqlens)
-        return recurrent_attention(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    return _linear(recurrent_attention, q, k, v, scale, initial_state, reverse, cu_seqlens, **gates)
 
 
 def recurrent_gla(
@@ -186,10 +182,7 @@ def recurrent_gla(
     >>> recurrent_gla(x, x, x, g=-x)[0].shape
     (2, 100, 4, 16)
     """
-    options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
-    with _errors_as_called(softmax_scale="scale"):
-        _check_packed(q, cu_seqlens)
-        return gla_attention(q, k, v, g, g_gamma, initial_state, cu_seqlens, **options)
+    return _linear(gla_attention, q, k, v, scale, initial_state, reverse, cu_seqlens, g=g, g_gamma=g_gamma)
 
 
 def lightning_attn(
@@ -209,11 +202,8 @@ def lightning_attn(
     >>> lightning_attn(x, x, x, layer_idx=0, num_layers=12)[0].shape
     (2, 100, 4, 16)
     """
-    options = {"softmax_scale": scale, "reverse": reverse, "return_state": True}
     layer = {"layer_idx": layer_idx, "num_layers": num_layers}
-    with _errors_as_called(softmax_scale="scale"):
-        _check_packed(q, cu_seqlens)
-        return lightning_attention(q, k, v, initial_state, cu_seqlens, **layer, **options)
+    return _linear(lightning_attention, q, k, v, scale, initial_state, reverse, cu_seqlens, **layer)
 
 
 def native_spare_attention(
@@ -239,7 +229,7 @@ def native_spare_attention(
     >>> native_spare_attention(q, k, k, block_indices=blocks, block_size=16).shape
     (1, 64, 16, 32)
     """
-    with _errors_as_called(softmax_scale="scale"):
+    with errors_as_called(ARGUMENTS | {"softmax_scale": "scale"}):
         return native_sparse_attention(
             q,
             k,
@@ -256,16 +246,22 @@ def native_spare_attention(
         )
 
 
-def _check_packed(q: jax.Array, cu_seqlens: jax.Array | None) -> None:
-    if cu_seqlens is not None and jnp.ndim(q) >= 3:
-        cumulative_lengths("cu_seqlens", cu_seqlens, q.shape[-3])
-
-
-@contextmanager
-def _errors_as_called(**renamed: str) -> Iterator[None]:
-    """Errors raised inside name arguments as these functions do; `renamed` are the names that one of them has."""
-    with errors_as_called(ARGUMENTS | renamed):
-        yield
+def _linear(
+    attend: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float | None,
+    initial_state: jax.Array | None,
+    reverse: bool,
+    cu_seqlens: jax.Array | None,
+    **others: Any,
+) -> OutAndState:
+    options = {"initial_state": initial_state, "reverse": reverse, "cu_seqlens": cu_seqlens, "return_state": True}
+    with errors_as_called(ARGUMENTS | {"softmax_scale": "scale"}):
+        if cu_seqlens is not None and jnp.ndim(q) >= 3:
+            cumulative_lengths("cu_seqlens", cu_seqlens, q.shape[-3])
+        return attend(q, k, v, softmax_scale=scale, **options, **others)
 
 
 def _check_layout(layout: str, arrays: dict[str, jax.Array], cu_q: object, cu_k: object) -> None:

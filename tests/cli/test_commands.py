@@ -385,6 +385,9 @@ def test_explain_of_a_device_that_is_not_here():
     assert ejkernel.ops.device_kind() != "tpu_v6_lite"
     result = run("explain", "flash_attention", "--device", "H200")  # which has every package
     assert result.exit_code == 0 and "not installed" not in result.output
+    assert "why not" not in result.output  # no table of nothing
+    result = run("explain", "ring_attention", "--device", "h200")
+    assert "forward: )" not in result.output and "devices along ('sp',): " in result.output
     result = run("explain", "flash_attention", "--device", "V5e", "--platform", "triton")
     assert result.exit_code == 1 and "needs an NVIDIA GPU, this call is for tpu" in result.output
 

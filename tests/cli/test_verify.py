@@ -83,6 +83,12 @@ def test_every_check_calls_its_public_function(family):
         assert [x.shape for x in ours] == [x.shape for x in cotangents.values()], check.name
 
 
+def test_what_returns_its_weights_is_checked_in_its_dtype():
+    (check,) = (check for check in families()["softmax"].checks() if check.operation == "attention")
+    (outcome,), _ = outcomes(check)
+    assert outcome.ok and outcome.output.limit > 1e-4
+
+
 @pytest.mark.parametrize("family", families())
 def test_definitions_and_peers_need_no_mode_of_the_user(family, monkeypatch):
     """They are traced and lowered in JAX's usual rules, whatever ours is checked in."""

@@ -150,7 +150,7 @@ def test_paged(data):
         cache=narrow,
         scales=narrow is not None and kind != "contiguous",
         sinks=maybe(data, st.integers(1, 3)),
-        apart=kind == "ragged" and data.draw(st.booleans()),
+        separate=kind == "ragged" and data.draw(st.booleans()),
         options=options,
         **heads(data),
     )

@@ -216,11 +216,11 @@ PACKINGS = (
 # state are rounded otherwise than those within a chunk
 GRID_DECAYS = ("mild", "sigmoid")
 _grid = partial(Case, T=70, B=1, H=1, state=False, final=False)
+GRID_DTYPES = ("float32", "bfloat16", "float16")
+GRID_GATES = ("g", "gk", "gv")
 GRID = tuple(
-    _grid(f"{gate}-{decay}-{dtype}", dtype=dtype, gates=(gate,), decay=decay)
-    for dtype in ("float32", "bfloat16", "float16")
-    for gate in ("g", "gk", "gv")
-    for decay in GRID_DECAYS
+    _grid(f"{'-'.join(gates)}-{decay}-{dtype}", dtype=dtype, gates=gates, decay=decay)
+    for dtype, gates, decay in product(GRID_DTYPES, (*((gate,) for gate in GRID_GATES), GRID_GATES), GRID_DECAYS)
 )
 # as large as a model's, on GPUs alone
 LARGE = tuple(replace(case, id=f"D128-T512-{case.id}", T=512, H=2, D=128) for case in GRID if case.dtype != "float32")
@@ -233,15 +233,16 @@ CORE_IDS = (
     "no-state", "plain-reverse", "D40-Dv24", "D128-bfloat16", "token-float16", "packed-token-state",
     "packed-all-reverse", "packed-nothing",
 )  # fmt: skip
-# and of the grid whatever widens or narrows numbers: float16 takes paths of its own in every kernel
+# and all of the grid: each decay alone in float16, which takes paths of its own in every kernel, else all at once
 CORE = tuple(
     case
     for case in CASES
-    if case.id in CORE_IDS or (case in GRID and (case.dtype == "float16" or case.id.startswith("gk-sigmoid")))
+    if case.id in CORE_IDS
+    or (case in GRID and (case.dtype == "float16" or case.gates == GRID_GATES or case.id.startswith("gk-sigmoid")))
 )
 
 
-def missing_from_grid(cases: Iterable[Case], dtypes: Iterable[str]) -> list[tuple[str, ...]]:
+def missing_from_grid(cases: Iterable[Case]) -> list[tuple[str, ...]]:
     """Which dtype, kind of decay and strength no case brings together over more than one chunk, without a state."""
     met = {(case.dtype, gate, case.decay) for case in cases if case.T > 64 for gate in case.gates}
-    return [pair for pair in product(dtypes, ("g", "gk", "gv"), GRID_DECAYS) if pair not in met]
+    return [pair for pair in product(GRID_DTYPES, GRID_GATES, GRID_DECAYS) if pair not in met]

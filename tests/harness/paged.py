@@ -45,7 +45,7 @@ class Case:
         queries: query tokens of each sequence; one number where all have the same.
         rows: query tokens in all, where there are more than the sequences have (ragged).
         padding: entries past num_seqs (ragged).
-        apart: keys and values in pages of their own (ragged).
+        separate: keys and values in two arrays of pages (ragged).
         spare: pages that no sequence has.
         width: pages of a row of the table; default: what the longest needs, and one more.
         strength: the size of queries, keys and values.
@@ -68,7 +68,7 @@ class Case:
     starts: tuple[int, ...] | None = None
     rows: int | None = None
     padding: int = 0
-    apart: bool = False
+    separate: bool = False
     spare: int = 2
     width: int | None = None
     sinks: int | None = None
@@ -153,7 +153,7 @@ class Case:
         pages = cached(self.paged(keys, table)), cached(self.paged(values, table))
         if self.kind == "ragged":
             kv = pages
-            if not self.apart:
+            if not self.separate:
                 kv = np.stack(pages, 3).reshape(*pages[0].shape[:2], 2 * self.Hkv, self.D)
             garbage = np.full(self.padding, -NOWHERE, np.int32)
             start = np.concatenate([np.cumsum([0, *self.each], dtype=np.int32), garbage])
@@ -283,7 +283,7 @@ RAGGED = (
     Case("ragged-prefill", kind="ragged", queries=(40, 23), lengths=(40, 30), H=8, L=8, **HALF),
     Case("float16-strong-mixed", dtype="float16", strength=100.0, kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS),
     Case("ragged-nothing", kind="ragged", queries=(0, 0), lengths=(0, 20), rows=5),
-    Case("mixed-apart", kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS, rows=50, padding=3, apart=True, Dv=24),
+    Case("mixed-arrays", kind="ragged", queries=MIXED, lengths=MIXED_LENGTHS, rows=50, padding=3, separate=True, Dv=24),
     Case("ragged-d128", kind="ragged", queries=(20, 1), lengths=(40, 30), D=128, **HALF),
 )  # fmt: skip
 OTHERS = (
@@ -307,7 +307,7 @@ CORE_IDS = (
     "plain", "page-size-12", "page-size-64", "all-empty", "mqa-8", "head-dim-40-24", "head-dim-256", "float16",
     "float16-strong", "float16-strong-mixed", "window-over-pages", "sinks-3-window", "soft-cap",
     "splits-8-sinks-window", "several-tokens-window", "more-tokens-than-keys", "e4m3", "e5m2", "int8", "e4m3-ragged",
-    "e4m3-d128-small-pages", "mixed-bfloat16", "mixed-everything", "mixed-apart", "ragged-nothing", "ragged-prefill",
+    "e4m3-d128-small-pages", "mixed-bfloat16", "mixed-everything", "mixed-arrays", "ragged-nothing", "ragged-prefill",
     "prefill-window-sinks", "flat-buffer-pages", "contiguous-bfloat16", "contiguous-window", "contiguous-e4m3",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)

@@ -113,8 +113,8 @@ PACKED = {
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("name", PACKED)
 def test_other_lengths_compile_nothing(name, on_device):
-    place = jnp.asarray if on_device else np.asarray
-    first, *others = (place(cu) for cu in OTHER_LENGTHS)
+    as_array = jnp.asarray if on_device else np.asarray
+    first, *others = (as_array(cu) for cu in OTHER_LENGTHS)
     jax.block_until_ready(PACKED[name](first))
     with compiled_programs() as names:
         for lengths in others:
@@ -124,11 +124,11 @@ def test_other_lengths_compile_nothing(name, on_device):
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_other_lengths_of_caches_compile_nothing(on_device):
-    place = jnp.asarray if on_device else np.asarray
+    as_array = jnp.asarray if on_device else np.asarray
     compressed = mean_pooling(K, chunk_size=8)
 
     def attend(length):
-        lengths = place(np.array([length]))
+        lengths = as_array(np.array([length]))
         q, gate = Q[:, :2], GATE[:, :2]
         select_blocks(q, compressed, 4, kv_lengths=lengths, block_size=8)
         selected_attention(q, K, V, INDICES[:, :2], kv_lengths=lengths, block_size=8)

@@ -50,36 +50,36 @@ def brute_force(call) -> np.ndarray:
     weight = np.asarray(reference.importance(call), np.float64)
     B, T, Hkv, _ = weight.shape
     first, own_block = (np.broadcast_to(call[name], (B, T)) for name in ("first_row", "own_block"))
-    found = np.full((B, T, Hkv, call.spec.count), -1)
+    blocks = np.full((B, T, Hkv, call.spec.count), -1)
     for b, t, h in np.ndindex(B, T, Hkv):
         last = own_block[b, t]
         always = [n for n, there in ((0, last >= 0), (last, last >= 1), (last - 1, last >= 2)) if there]
         free = [n for n in range(last + 1) if n not in always]
         best = sorted(free, key=lambda n: (-weight[b, t, h, first[b, t] + n], n))
         chosen = (always + best)[: call.spec.count]
-        found[b, t, h, : len(chosen)] = chosen
-    return found
+        blocks[b, t, h, : len(chosen)] = chosen
+    return blocks
 
 
 @on_platforms
 @by_name
 def test_equals_brute_force(name, chosen):
     call = call_of(name)
-    found = selected(call, chosen)
-    np.testing.assert_array_equal(found, brute_force(call))
-    np.testing.assert_array_equal(reference.select(call), found)
+    blocks = selected(call, chosen)
+    np.testing.assert_array_equal(blocks, brute_force(call))
+    np.testing.assert_array_equal(reference.select(call), blocks)
 
 
 @on_platforms
 def test_low_precision_selects_what_weighs_as_much(chosen):
     call = call_of("plain", "bfloat16")
-    found = selected(call, chosen)
+    blocks = selected(call, chosen)
     weight = np.maximum(np.asarray(reference.importance(call)), 0)
 
     def total(indices):
         return np.where(indices >= 0, np.take_along_axis(weight, np.maximum(indices, 0), -1), 0).sum(-1)
 
-    np.testing.assert_allclose(total(np.asarray(found)), total(brute_force(call)), rtol=1e-5)
+    np.testing.assert_allclose(total(np.asarray(blocks)), total(brute_force(call)), rtol=1e-5)
 
 
 @on_platforms
@@ -87,21 +87,21 @@ def test_ties_go_to_the_lower_block(chosen):
     B, T, H, Hkv, D, size, count, _, _ = CASES["plain"]
     table = block_table(T, T, size)
     zeros = jnp.zeros((B, T, H, D)), jnp.zeros((B, table.starts.shape[1], Hkv, D)), jnp.zeros((B, H, T))
-    found = selected(selection_call(*zeros, table, scale=1.0, count=count), chosen)
-    assert found[0, -1, 0].tolist() == [0, 21, 20, 1, 2, 3, 4, 5]
+    blocks = selected(selection_call(*zeros, table, scale=1.0, count=count), chosen)
+    assert blocks[0, -1, 0].tolist() == [0, 21, 20, 1, 2, 3, 4, 5]
 
 
 def test_select_blocks_follows_the_compressed_weights():
     """The public function finds the normaliser of the weights itself."""
     query, key = normal("query", (1, 40, 4, 16)), normal("key", (1, 40, 2, 16))
     compressed = mean_pooling(key, chunk_size=4)
-    found = np.asarray(select_blocks(query, compressed, 6, block_size=4))
+    blocks = np.asarray(select_blocks(query, compressed, 6, block_size=4))
     t = 38  # of block 9: blocks 0 to 8 are whole
     logits = np.einsum("hgd,nhd->hgn", query[0, t].reshape(2, 2, 16), compressed[0, :9]) / 4
     weights = (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).sum(1)
     for h in range(2):
         best = 1 + np.argsort(-weights[h, 1:8], kind="stable")[:3]
-        assert found[0, t, h].tolist() == [0, 9, 8, *best]
+        assert blocks[0, t, h].tolist() == [0, 9, 8, *best]
 
 
 def test_no_array_of_queries_by_blocks():

@@ -28,9 +28,9 @@ def reports(arch, H, D, dtype="bfloat16", block_size=64):
         _, residuals = triton.IMPLEMENTATION.forward(call, config)
         return triton.IMPLEMENTATION.backward(call, residuals, {"out": dout}, config)
 
-    # the careful launches, of which there are seldom any, come second and may spill
-    found = compile_launches(both, query, key, key, indices, query, target=arch)
-    return {report.kernel: report for report in reversed(found)}
+    # the nan-safe launches, of which there are seldom any, come second and may spill
+    kernels = compile_launches(both, query, key, key, indices, query, target=arch)
+    return {report.kernel: report for report in reversed(kernels)}
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def reports(arch, H, D, dtype="bfloat16", block_size=64):
 )
 def test_fits(arch, H, D, dtype):
     """By queries for large groups and blocks larger than a tile, else by keys."""
-    found, by_keys = reports(arch, H, D, dtype), H == 4
-    assert {"dq_sum_kernel" if by_keys else "dq_kernel", "dkv_kernel", "sum_kernel"} <= set(found)
-    for report in found.values():
+    kernels, by_keys = reports(arch, H, D, dtype), H == 4
+    assert {"dq_sum_kernel" if by_keys else "dq_kernel", "dkv_kernel", "sum_kernel"} <= set(kernels)
+    for report in kernels.values():
         assert report.shared_bytes <= TARGETS[arch], report
         assert report.spill_bytes <= (1024 if by_keys else 256 if arch == "sm_90" else 4096), report
 

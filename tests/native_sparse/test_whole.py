@@ -132,8 +132,8 @@ def test_packed_equals_separate():
     packed = call(given, options)
     for start, end in pairwise(CU):
         if start < end:
-            apart = call({name: x[:, start:end] for name, x in given.items()}, OPTIONS)
-            np.testing.assert_allclose(packed[:, start:end], apart, atol=1e-5)
+            alone = call({name: x[:, start:end] for name, x in given.items()}, OPTIONS)
+            np.testing.assert_allclose(packed[:, start:end], alone, atol=1e-5)
     np.testing.assert_array_equal(packed[:, 64:], 0)
 
 

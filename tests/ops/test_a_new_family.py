@@ -36,8 +36,23 @@ def by_definition(x, state, lengths, decay=0.5):
 def registered(monkeypatch):
     monkeypatch.setattr("ejkernel.families._FAMILIES", [*registered_families()])  # for these tests alone
     register_families("toy_family")  # the one line
-    xla.SEEN.clear()
-    jax.clear_caches()  # what the backward was given is seen while it is traced
+
+
+@pytest.fixture
+def seen():
+    """The shapes of what the backward was given, of each call of it."""
+    shapes, backward = [], xla.IMPLEMENTATION.backward
+
+    def recorded(call, residuals, cotangents, config):
+        given = call.arrays | residuals | {f"d{name}": ct for name, ct in cotangents.items()}
+        shapes.append({name: x.shape for name, x in given.items()})
+        assert residuals["starts"].shape[1] == -(-call["x"].shape[1] // config.chunk)
+        return backward(call, residuals, cotangents, config)
+
+    jax.clear_caches()  # it is seen while it is traced
+    object.__setattr__(xla.IMPLEMENTATION, "backward", recorded)
+    yield shapes
+    object.__setattr__(xla.IMPLEMENTATION, "backward", backward)
 
 
 def close(ours, theirs):
@@ -60,24 +75,24 @@ def test_it_is_known():
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 8])
-def test_gradients_from_both_outputs(chunk):
+def test_gradients_from_both_outputs(chunk, seen):
     ours = weighed(lambda *a: decayed_sum(*a, cfg={"chunk": chunk}), 2.0, 3.0)
     close(decayed_sum(X, STATE, LENGTHS, cfg={"chunk": chunk}), by_definition(X, STATE, LENGTHS))
     close(jax.grad(ours, (0, 1))(X, STATE), jax.grad(weighed(by_definition, 2.0, 3.0), (0, 1))(X, STATE))
-    assert xla.SEEN[0]["starts"] == (2, 8 // chunk, 3)
+    assert seen[0]["starts"] == (2, 8 // chunk, 3)
 
 
 @pytest.mark.parametrize("used", ["out", "state"])
-def test_an_output_that_nobody_differentiates_has_no_cotangent(used):
+def test_an_output_that_nobody_differentiates_has_no_cotangent(used, seen):
     def loss(function, x):
         return dict(zip(("out", "state"), function(x, STATE, LENGTHS), strict=True))[used].sum()
 
     close(jax.grad(lambda x: loss(decayed_sum, x))(X), jax.grad(lambda x: loss(by_definition, x))(X))
-    (given,) = xla.SEEN
+    (given,) = seen
     assert {name for name in given if name.startswith("d")} == {f"d{used}"}
 
 
-def test_vmap_expands_only_what_has_gradients():
+def test_vmap_expands_only_what_has_gradients(seen):
     many = normal("many", (4, 2, 8, 3))
 
     def loss(function, x, lengths):
@@ -86,7 +101,7 @@ def test_vmap_expands_only_what_has_gradients():
     one = jnp.array([5])  # broadcast over the batch
     ours = jax.vmap(jax.grad(lambda x: loss(decayed_sum, x, one)))(many)
     close(ours, jax.vmap(jax.grad(lambda x: loss(by_definition, x, one)))(many))
-    given = xla.SEEN[-1]
+    given = seen[-1]
     assert given["x"] == (8, 8, 3) and given["state"] == (8, 3) and given["lengths"] == (1,)
 
 

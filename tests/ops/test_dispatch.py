@@ -343,14 +343,27 @@ def test_explain_of_a_training_step_counts_calls_in_loops(ran_before):
     assert jnp.isfinite(step(Q)[0])  # what it recorded stays in it
 
 
-def test_explain_of_a_rematerialised_loop_counts_what_runs_again():
+@pytest.mark.parametrize("linear", [False, True], ids=["out is squared", "out is summed"])
+@pytest.mark.parametrize(
+    ("kept", "forwards"), [((), 6), (("ejkernel_out", "ejkernel_lse"), 3)], ids=["nothing kept", "out and lse kept"]
+)
+def test_explain_of_a_rematerialised_loop_counts_what_runs_again(kept, forwards, linear):
+    def layer(x, _):
+        out = flash_attention(x, x, x)
+        return out if linear else out**2, None
+
     def remat(x):
-        body = jax.checkpoint(lambda x, _: (flash_attention(x, x, x) ** 2, None))
-        return jax.lax.scan(body, x, length=3)[0].sum()
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, length=3)[0].sum()
 
     told = explain(jax.grad(remat), Q)
-    assert (told.operation, told.forward_calls, told.backward_calls) == ("flash_attention", 6, 3)
-    assert "runs: forward 6x and backward 3x" in str(told)
+    assert (told.operation, told.forward_calls, told.backward_calls) == ("flash_attention", forwards, 3)
+    assert f"runs: forward {forwards}x and backward 3x" in str(told)
+
+
+def test_explain_where_jit_is_switched_off():
+    with jax.disable_jit():
+        assert explain(jax.jit(lambda x: flash_attention(x, x, x)), Q).forward_calls == 1
 
 
 def test_explain_says_on_what_a_call_depends():
@@ -358,6 +371,7 @@ def test_explain_says_on_what_a_call_depends():
         return jax.lax.cond(x.sum() > 0, lambda: flash_attention(x, x, x), lambda: x)
 
     assert explain(either, Q).conditions == ("where its branch is taken",)
+    assert "runs: forward 1x, where its branch is taken" in str(explain(either, Q))
     endless = explain(lambda x: jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: flash_attention(x, x, x), x), Q)
     assert endless.conditions == ("in every iteration of a while loop",)
 

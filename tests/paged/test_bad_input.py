@@ -195,8 +195,8 @@ def test_integers_of_any_width(dtype):
 
 def test_numpy_caches_are_written():
     arrays = {name: np.asarray(x) for name, x in WRITE.items()}
-    for found, expected in zip(write_kv_pages(**arrays), write_kv_pages(**WRITE), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for rewritten, expected in zip(write_kv_pages(**arrays), write_kv_pages(**WRITE), strict=True):
+        np.testing.assert_array_equal(rewritten, expected)
     pages, rows = np.ones((6, 4, 4, 8), np.float32), np.zeros((1, 2, 8), np.float32)
     assert not write_interleaved_kv_pages(pages, rows, rows, [5])[1, 1].any()
 

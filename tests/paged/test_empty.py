@@ -82,10 +82,10 @@ def check(name, platform):
     if refused(platform):
         return
     with platform.context():
-        found = function(*arrays, **options, platform=platform.name)
-    found = found if isinstance(found, tuple) else (found,)
-    assert [x.shape for x in found] == shapes
-    assert all(x.dtype == jnp.float32 and not x.any() for x in found)
+        outputs = function(*arrays, **options, platform=platform.name)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert [x.shape for x in outputs] == shapes
+    assert all(x.dtype == jnp.float32 and not x.any() for x in outputs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,8 +94,8 @@ def test_under_jit_and_explained(name, monkeypatch):
     function, arrays, options, shapes = CASES[name]
     assert explain(function, *arrays, **options).platform == "xla" or name.startswith("cascade")
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
-    found = jax.eval_shape(jax.jit(lambda: function(*arrays, **options)))
-    assert [x.shape for x in jax.tree.leaves(found)] == shapes
+    outputs = jax.eval_shape(jax.jit(lambda: function(*arrays, **options)))
+    assert [x.shape for x in jax.tree.leaves(outputs)] == shapes
 
 
 def test_checks_of_values_on_the_device(monkeypatch):
@@ -132,8 +132,8 @@ def test_in_parts():
     cache = jnp.zeros((0, 9, HKV, D))
     for function in (ragged.ragged_gqa, ragged.reference_gqa):
         lead = (0,) if function is ragged.ragged_gqa else (0, 1)
-        found = function(queries(0), cache, cache, LENS, LENS)
-        assert [x.shape for x in found] == [(*lead, H, D), (*lead, H, 1), (*lead, H, 1)]
+        outputs = function(queries(0), cache, cache, LENS, LENS)
+        assert [x.shape for x in outputs] == [(*lead, H, D), (*lead, H, 1), (*lead, H, 1)]
 
 
 def test_nothing_is_written():

@@ -45,7 +45,7 @@ APART = (
 
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
-def test_heads_apart(case):
+def test_heads_multiplied_one_by_one(case):
     check_case(case, INTERPRETED, cfg={"block_q": 4, "block_k": 32, "joined_rows": 0})
 
 
@@ -97,8 +97,8 @@ def test_parts():
     expected = both("xla")
     with interpret(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(ragged.RAGGED_DECODE_ATTENTION.preference, "cpu", ("pallas",))
-        found = both("pallas")
-    finite = [{n: np.maximum(x, -1e30) for n, x in side.items()} for side in (found, expected)]
+        outputs = both("pallas")
+    finite = [{n: np.maximum(x, -1e30) for n, x in side.items()} for side in (outputs, expected)]
     for name in "omlc":
         assert_close({name: finite[0][name]}, {name: finite[1][name]})
 

@@ -77,12 +77,12 @@ def test_splits_change_nothing(platform):
         attend = jax.jit(
             lambda n: page_attention(query, key, value, lens, rows, num_splits=n, **options), static_argnums=0
         )
-        found = [attend(n) for n in (1, 2, 7)]
-    for out, lse in found[1:]:
-        assert_close({"out": out, "lse": lse}, {"out": found[0][0], "lse": found[0][1]})
+        outputs = [attend(n) for n in (1, 2, 7)]
+    for out, lse in outputs[1:]:
+        assert_close({"out": out, "lse": lse}, {"out": outputs[0][0], "lse": outputs[0][1]})
 
 
-def test_a_mixed_batch_is_its_sequences_apart(platform):
+def test_a_mixed_batch_is_its_sequences_one_by_one(platform):
     if refused(platform):
         return
     (key, value), rows = cache(), table(3, 6)
@@ -127,10 +127,10 @@ def test_own_nan_shows_and_hidden_nan_does_not(platform):
     bad = value.at[rows[1, 30 // L], 30 % L].set(jnp.nan)
     with platform.context():
         run = jax.jit(lambda v: page_attention(query, key, v, lens, rows, platform=platform.name))
-        fine, found = run(value), run(bad)
-    assert np.isnan(found[1, 3:]).all()  # their positions are 27, ..., 32
-    np.testing.assert_array_equal(found[0], fine[0])
-    np.testing.assert_array_equal(found[1, :3], fine[1, :3])
+        fine, outputs = run(value), run(bad)
+    assert np.isnan(outputs[1, 3:]).all()  # their positions are 27, ..., 32
+    np.testing.assert_array_equal(outputs[0], fine[0])
+    np.testing.assert_array_equal(outputs[1, :3], fine[1, :3])
 
 
 ROWS, PAGES, WIDTH = 24, 64, 14
@@ -214,7 +214,7 @@ def test_cascade_is_the_plain_call(tokens):
     shared = jax.jit(lambda lens, prefix: cascade_attention(*arrays, lens, rows, prefix, **options))
     for prefix in (0, 1, 16, 19, 40):
         lens = jnp.array([48, 0, 41 if prefix < 40 else 30])
-        assert_close(*(dict(zip(("out", "lse"), found, strict=True)) for found in (shared(lens, prefix), plain(lens))))
+        assert_close(*(dict(zip(("out", "lse"), x, strict=True)) for x in (shared(lens, prefix), plain(lens))))
 
 
 def test_cascade_clamps_traced_lengths_like_the_plain_call():

@@ -46,7 +46,7 @@ def named(parts):
 
 
 def agree(parts, expected):
-    """m of an empty row is mask_value: compared exactly, apart from the others."""
+    """m of an empty row is mask_value: compared exactly, unlike the others."""
     parts, empty = named(parts), np.asarray(LENGTHS <= STARTS)
     np.testing.assert_array_equal(parts["m"][empty], np.float32(ragged.MASK_VALUE))
     assert_close(*({n: np.asarray(x)[~empty] for n, x in side.items()} for side in (parts, expected)))
@@ -73,13 +73,13 @@ def test_mqa():
 def test_references():
     for heads, function in ((HKV, ragged.reference_gqa), (H, ragged.reference_mha)):
         query, key, value = arrays(heads)
-        found = jax.jit(function)(query[:, None], key, value, LENGTHS, STARTS)
-        assert [x.shape for x in found] == [(B, 1, H, D), (B, 1, H, 1), (B, 1, H, 1)]
-        agree([x[:, 0] for x in found], by_hand(query, key, value))
+        outputs = jax.jit(function)(query[:, None], key, value, LENGTHS, STARTS)
+        assert [x.shape for x in outputs] == [(B, 1, H, D), (B, 1, H, 1), (B, 1, H, 1)]
+        agree([x[:, 0] for x in outputs], by_hand(query, key, value))
     query, key, value = arrays(1)
-    found = jax.jit(ragged.reference_mqa)(query, key[:, :, 0], value[:, :, 0], LENGTHS, STARTS)
-    assert [x.shape for x in found] == [(B, 1, H, D), (B, 1, H, 1), (B, 1, H, 1)]
-    agree([x[:, 0] for x in found], by_hand(query, key, value))
+    outputs = jax.jit(ragged.reference_mqa)(query, key[:, :, 0], value[:, :, 0], LENGTHS, STARTS)
+    assert [x.shape for x in outputs] == [(B, 1, H, D), (B, 1, H, 1), (B, 1, H, 1)]
+    agree([x[:, 0] for x in outputs], by_hand(query, key, value))
 
 
 def test_parts_over_disjoint_keys_merge():

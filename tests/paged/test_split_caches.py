@@ -35,7 +35,7 @@ def agree(function, given, specs, **options):
     # keys and values stay where they are: what is exchanged is sums
     assert not re.search(r"\b(all-gather|all-to-all|collective-permute)(-start)?\(", program.as_text())
     whole = jax.jit(lambda a: function(**a, **options, return_lse=True))(given)
-    assert_close(*({str(i): x for i, x in enumerate(found)} for found in (program(placed), whole)))
+    assert_close(*({str(i): x for i, x in enumerate(outputs)} for outputs in (program(placed), whole)))
 
 
 PAGED = {"key_cache": P("cache", None, "tp"), "value_cache": P("cache", None, "tp")}

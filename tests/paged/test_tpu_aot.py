@@ -1,4 +1,4 @@
-"""The paged TPU kernel, compiled by libtpu for chips that are not here: it fits, and the cache stays in its place."""
+"""The paged TPU kernel, compiled by libtpu for chips that are not there: it fits, and the cache is not copied."""
 
 import re
 from math import prod
@@ -119,7 +119,7 @@ def assert_fits(device, kernel, call):
 
 def moved(text, cache):
     """Instructions that make something as large as a cache."""
-    found = []
+    copies = []
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?\S+ = \(?\w+\[([\d,]*)\]\S* ([\w-]+)\(", line)
         if (
@@ -127,8 +127,8 @@ def moved(text, cache):
             and match[2] not in ("parameter", "bitcast")
             and prod(int(n) for n in match[1].split(",") if n) >= cache
         ):
-            found.append(line.strip()[:160])
-    return found
+            copies.append(line.strip()[:160])
+    return copies
 
 
 MORE = pytest.mark.tpu_aot_more

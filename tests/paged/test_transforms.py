@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.paged.calls import parted_specs
+from ejkernel.kernels.paged.calls import specs_by_array
 from ejkernel.modules import (
     decode_attention,
     page_attention,
@@ -153,7 +153,7 @@ def test_ragged_heads_of_two_caches(mesh):
     queries = P(None, "tp")
     named = {"queries": queries, "key_pages": HEADS, "value_pages": HEADS}
     for specs in ({"queries": queries, "kv_pages": HEADS}, {"queries": queries, "kv_pages": (HEADS, HEADS)}):
-        assert parted_specs(pages, specs) == named
+        assert specs_by_array(pages, specs) == named
     for specs in ((queries, (HEADS, HEADS)), named):
         out = ragged_page_attention(query, pages, *others, mesh=mesh, in_specs=specs)
         assert_close({"out": out}, {"out": expected})
@@ -239,9 +239,9 @@ def test_writes():
 
 def test_interleaved_writes():
     pages, (key, value) = normal("pages", (PAGES, L, 2 * HKV, D)), rows()
-    found = write_interleaved_kv_pages(pages, key, value, SLOTS)
-    np.testing.assert_array_equal(found[:, :, 0::2], written(pages[:, :, 0::2], key, SLOTS))
-    np.testing.assert_array_equal(found[:, :, 1::2], written(pages[:, :, 1::2], value, SLOTS))
+    stored = write_interleaved_kv_pages(pages, key, value, SLOTS)
+    np.testing.assert_array_equal(stored[:, :, 0::2], written(pages[:, :, 0::2], key, SLOTS))
+    np.testing.assert_array_equal(stored[:, :, 1::2], written(pages[:, :, 1::2], value, SLOTS))
 
 
 def test_writes_are_in_place_where_caches_are_donated():
@@ -259,8 +259,8 @@ def test_narrow_caches_saturate():
     key = jnp.array([1.26, -1e6, 1e6, 0.0]).reshape(1, 1, 4)
     for dtype, low, high in (("float8_e4m3fn", -448, 448), ("float8_e5m2", -57344, 57344), ("int8", -128, 127)):
         cache = jnp.zeros((1, 1, 1, 4), dtype)
-        found = write_kv_pages(cache, cache, key, key, [0])[0].astype(jnp.float32).ravel()
-        assert found.tolist() == [1.0 if dtype == "int8" else 1.25, low, high, 0.0]
+        stored = write_kv_pages(cache, cache, key, key, [0])[0].astype(jnp.float32).ravel()
+        assert stored.tolist() == [1.0 if dtype == "int8" else 1.25, low, high, 0.0]
     assert np.isnan(write_kv_pages(*[jnp.zeros((1, 1, 1, 4), "float8_e4m3fn")] * 2, key * jnp.nan, key, [0])[0]).all()
 
 
@@ -271,6 +271,6 @@ def test_a_written_cache_is_read_back_with_the_same_scales():
     empty = jnp.zeros((2, L, HKV, D), "int8")
     caches = write_kv_pages(empty, empty, key, value, jnp.arange(16), **scales)
     query, length, table = normal("query", (1, H, D)), jnp.array([16]), jnp.array([[0, 1]])
-    found = page_attention(query, *caches, length, table, **scales)
+    out = page_attention(query, *caches, length, table, **scales)
     exact = page_attention(query, key.reshape(2, L, HKV, D), value.reshape(2, L, HKV, D), length, table)
-    assert 0 < abs(found - exact).max() < 0.02
+    assert 0 < abs(out - exact).max() < 0.02

@@ -41,7 +41,7 @@ APART = (
 
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
-def test_warps_apart(case):
+def test_independent_warps(case):
     check_case(case, INTERPRETED, cfg={"decode_keys": 64, "decode_warps": 4, "decode_independent_warps": True})
 
 
@@ -100,7 +100,7 @@ setattr(Ptx, "and", lambda self, name, a, b: a & b)
     ids=["e4m3", "e5m2", "int8"],
 )
 def test_conversions(code, dtype):
-    """Every byte at every place of a register."""
+    """Every byte in every position of a register."""
     pairs = np.arange(1 << 16, dtype=np.uint16)
     pairs = np.stack([pairs, pairs[::-1] ^ 0x5A5A], 1).copy()
     numbers = pairs.view(dtype).reshape(-1, 2).astype(np.float16)

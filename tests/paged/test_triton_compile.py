@@ -50,9 +50,9 @@ def decode(L: int, cache: str):
     ],
 )
 def test_a_mixed_batch_fits(arch, D, cache):
-    found = mixed(Target("gpu", arch, arch), D, cache)
-    assert set(found) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
-    for report in found.values():
+    kernels = mixed(Target("gpu", arch, arch), D, cache)
+    assert set(kernels) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
+    for report in kernels.values():
         # sm_86, sm_89 and sm_120 share the tiles of sm_80
         assert report.shared_bytes <= TARGETS["sm_86" if arch == "sm_80" else arch], report
         assert not report.problems, report
@@ -90,7 +90,7 @@ def test_decode_streams_the_cache():
     ],
 )
 def test_decode_of_8_bits_moves_no_single_byte(cache, L):
-    """Pages of 16 have steps of twice the keys, and warps that are not apart: they exchange their weights."""
+    """Pages of 16 have steps of twice the keys, and warps that are not independent: they exchange their weights."""
     reads, conversions = {64: (8, 64), 16: (32, 128)}[L]
     report = decode(L, cache)
     assert report.spill_bytes <= 16 and all("spills" in problem for problem in report.problems), report

@@ -10,7 +10,7 @@ import pytest
 from ejkernel.bridge import compile_launches
 from ejkernel.kernels.pooling import reference
 from ejkernel.kernels.pooling.spec import canonicalise
-from ejkernel.modules.mean_pooling import mean_pooling
+from ejkernel.modules.pooling import mean_pooling
 from ejkernel.ops import explain, interpret
 from harness.compilations import compiled_programs
 

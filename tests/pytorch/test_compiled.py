@@ -30,7 +30,7 @@ def samples():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("sample", ["plain", "pattern", "everything"])
-def test_the_op_keeps_its_word(sample):
+def test_the_op_passes_opcheck(sample):
     module, given = samples()
     torch.library.opcheck(torch.ops.ejkernel.attention.default, given[sample])
     del module

@@ -17,8 +17,8 @@ from ejkernel.kernels.softmax.spec import Band, Spec
 from ejkernel.kernels.softmax.triton import Tile
 from ejkernel.ops import Call
 from ejkernel.torch import programs
-from ejkernel.torch.few_queries import LENGTHS, arranged_lengths
-from ejkernel.torch.inputs import packed_lengths, padded_lengths
+from ejkernel.torch.few_queries import arranged_lengths
+from ejkernel.torch.inputs import Lengths, packed_lengths, padded_lengths
 from ejkernel.torch.pattern import Pattern
 from ejkernel.torch.programs import Kind, Program
 
@@ -44,7 +44,7 @@ def split(lengths: Callable[[], Any], group: int, splits: int) -> Callable[[], A
     """As the launches see it: heads of a group are rows, and splits of the keys are more batch rows."""
 
     def arranged() -> Any:
-        given: Any = dict(zip(LENGTHS, lengths(), strict=True))
+        given: Any = dict(zip(Lengths._fields, lengths(), strict=True))
         given["query"] = given["q_segments"]
         return arranged_lengths(given, group, splits).values()
 
@@ -145,7 +145,7 @@ def described(case: Case, lengths: dict[str, torch.Tensor]) -> tuple[Program, Ca
 
 
 def lengths_of(case: Case) -> dict[str, torch.Tensor]:
-    return dict(zip(LENGTHS, case.lengths(), strict=True))
+    return dict(zip(Lengths._fields, case.lengths(), strict=True))
 
 
 def planned(call: Call, case: Case, side: Any) -> Any:

@@ -36,8 +36,8 @@ def mesh_of(shape=(2,), axes=("sp",)):
 
 
 def options(name):
-    found = dict(CASES[name])
-    return {"causal": True, "mesh": mesh_of(found.pop("mesh", (2,)), found.pop("axes", ("sp",))), **found}
+    case = dict(CASES[name])
+    return {"causal": True, "mesh": mesh_of(case.pop("mesh", (2,)), case.pop("axes", ("sp",))), **case}
 
 
 def explained(name, q=Q):
@@ -51,15 +51,15 @@ def traced(name, q=Q):
 @pytest.fixture
 def taken(monkeypatch):
     """The configs of the calls that are made, by the operation's name."""
-    found, plan = {}, dispatch.plan
+    configs, plan = {}, dispatch.plan
 
     def planned(operation, call, platform=None, cfg=None):
         made = plan(operation, call, platform, cfg)
-        found.setdefault(operation.name, set()).add(made.config)
+        configs.setdefault(operation.name, set()).add(made.config)
         return made
 
     monkeypatch.setattr(dispatch, "plan", planned)
-    return found
+    return configs
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_a_config_with_unknown_fields_is_refused():
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_tuned_is_what_runs(name, measured, taken):
     """Kept under the name that a ring looks it up by, for the calls of a device, and for no other."""
-    with autotune(progress=False) as found:
+    with autotune(progress=False) as tuned:
         traced(name)
-    assert {one.operation for one in found} == {"ring_attention"}
+    assert {one.operation for one in tuned} == {"ring_attention"}
     assert [*TunedConfigs.load(user_file("cpu")).entries] == ["flash_attention"]
-    assert len(measured) == 2 * len(found) == (4 if name == "halves" else 2)
+    assert len(measured) == 2 * len(tuned) == (4 if name == "halves" else 2)
     taken.clear()
     traced(name)
     assert FAST in taken["ring_attention"]
@@ -120,25 +120,25 @@ def test_what_was_tuned_is_what_runs(name, measured, taken):
 
 
 def test_times_measured_for_flash_attention_order_the_platforms_of_a_ring(measured):
-    with autotune(progress=False) as found:
+    with autotune(progress=False) as tuned:
         traced("ring")
-    bucket = found[0].bucket
+    bucket = tuned[0].bucket
     TunedConfigs().add("flash_attention", bucket, "triton", {}, 5.0).save(user_file("cpu"))
     assert f"fastest measured for {bucket}: xla 1 us, triton 5 us" in explained("ring").reason
 
 
 @pytest.mark.parametrize("name", ["ring", "all_to_all", "all_gather"])
 def test_outside_of_jit_too(name, measured):
-    with autotune(save=False, progress=False) as found:
+    with autotune(save=False, progress=False) as tuned:
         out = ring_attention(Q, Q, Q, **options(name))
-    assert [one.best for one in found] == [FAST]
+    assert [one.best for one in tuned] == [FAST]
     np.testing.assert_allclose(out, 1.0, rtol=1e-5)
 
 
 def test_a_split_call_of_any_operation_is_measured_by_its_parts(measured):
-    with autotune(save=False, progress=False) as found:
+    with autotune(save=False, progress=False) as tuned:
         flash_attention(Q, Q, Q, mesh=mesh_of(), in_specs=(P("sp"),) * 3)
-    assert len(found) == 1 and {shape for shape, _ in measured} == {(1, 64, 4, 8)}
+    assert len(tuned) == 1 and {shape for shape, _ in measured} == {(1, 64, 4, 8)}
 
 
 def test_where_nothing_can_be_measured(measured):
@@ -146,11 +146,11 @@ def test_where_nothing_can_be_measured(measured):
         return ring_attention(q, q, q, causal=True, method="ring")
 
     inside = jax.shard_map(attend, mesh=mesh_of(), in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=False)
-    with autotune(save=False, progress=False) as found:
+    with autotune(save=False, progress=False) as tuned:
         with pytest.raises(RuntimeError, match=r"cannot measure ring_attention in a shard_map outside of jit.*jax.jit"):
             inside(Q)
         jax.jit(inside).lower(Q)
-    assert len(found) == 1
+    assert len(tuned) == 1
 
 
 @pytest.mark.parametrize("method", ["auto", "ring", "all_gather", "all_to_all"])

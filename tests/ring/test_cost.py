@@ -123,6 +123,8 @@ def test_explain_shows_the_sums():
     assert "4 devices along ('sp',)" in told.reason and "by arithmetic" in told.reason
     told = explain(ring_attention, q, q, q, method="ring", mesh=mesh)
     assert "ring, as asked" in told.reason and "halves" not in told.reason
+    alone = explain(ring_attention, q, q, q, mesh=jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("sp",)))
+    assert alone.reason.startswith("1 device along ('sp',): ring (nothing travels); first of")
 
 
 @pytest.mark.parametrize(

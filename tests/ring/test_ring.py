@@ -333,16 +333,18 @@ def test_patterns_are_refused():
 @pytest.mark.parametrize(("T", "S"), [(0, 64), (64, 0), (0, 0)])
 def test_no_queries_or_no_keys(T, S, method):
     q, k = normal("q", (B, T, H, D)), normal("k", (B, S, Hkv, D))
-    sinks = normal("sinks", (H,))
+    sinks, bias = normal("sinks", (H,)), normal("bias", (1, H, T, S))
 
-    def attend(q, k, sinks):
-        return ring_attention(q, k, k, softmax_aux=sinks, mesh=mesh_of(2), method=method, causal=True, return_lse=True)
+    def attend(q, k, sinks, bias):
+        arrays = {"query": q, "key": k, "value": k, "softmax_aux": sinks, "bias": bias}
+        return ring_attention(**arrays, mesh=mesh_of(2), method=method, causal=True, return_lse=True)
 
-    (out, lse), pull = jax.vjp(attend, q, k, sinks)
+    (out, lse), pull = jax.vjp(attend, q, k, sinks, bias)
     assert out.shape == (B, T, H, D) and not np.any(out)
     np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], (B, H, T)))
-    dq, dk, dsinks = pull((jnp.ones_like(out), jnp.ones_like(lse)))
-    assert dq.shape == q.shape and dk.shape == k.shape and not np.any(dq) and not np.any(dk)
+    dq, dk, dsinks, dbias = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert [x.shape for x in (dq, dk, dbias)] == [q.shape, k.shape, bias.shape]
+    assert not any(np.any(x) for x in (dq, dk, dbias))
     np.testing.assert_array_equal(dsinks, B * T)
 
 

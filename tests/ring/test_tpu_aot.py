@@ -36,13 +36,13 @@ def compiled(attend, mesh, spec, B, T, **options):
 
 def bodies(text: str) -> list[list[tuple[str, str, str]]]:
     """Of each computation that has permutes, its operations in the order in which they run: (kind, name, shape)."""
-    found = [[]]
+    bodies = [[]]
     for line in text.splitlines():
         if re.match(r"(%|ENTRY)", line):
-            found.append([])
+            bodies.append([])
         elif match := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\(", line):
-            found[-1].append((match[3], match[1], match[2]))
-    return [body for body in found if any(kind.startswith("collective-permute") for kind, _, _ in body)]
+            bodies[-1].append((match[3], match[1], match[2]))
+    return [body for body in bodies if any(kind.startswith("collective-permute") for kind, _, _ in body)]
 
 
 def sent_bytes(body: list[tuple[str, str, str]]) -> int:

@@ -105,8 +105,8 @@ def test_a_bias_of_one_sequence():
 def test_a_mask_of_the_whole_batch():
     lengths = jnp.arange(1, B + 1)
     mask = MaskInfo(T, S).apply_kv_lengths(lengths)
-    found = flash_attention(**shaped(ARRAYS, 2, 3), mask_info=mask)
-    assert_close({"out": found}, {"out": flash_attention(**ARRAYS, mask_info=mask).reshape(found.shape)})
+    result = flash_attention(**shaped(ARRAYS, 2, 3), mask_info=mask)
+    assert_close({"out": result}, {"out": flash_attention(**ARRAYS, mask_info=mask).reshape(result.shape)})
 
 
 @pytest.mark.parametrize("batch", [(0,), (2, 0)])
@@ -155,8 +155,8 @@ def test_the_first_of_several_may_be_split(kind):
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), (kind, kind))
     specs = (P("dp", None, None, "tp", None),) * 3
     arrays = shaped(ARRAYS, 2, 3)
-    found = jax.jit(lambda a: flash_attention(**a, mesh=mesh, in_specs=specs))(arrays)
-    assert_close({"out": found}, {"out": flash_attention(**arrays)})
+    result = jax.jit(lambda a: flash_attention(**a, mesh=mesh, in_specs=specs))(arrays)
+    assert_close({"out": result}, {"out": flash_attention(**arrays)})
     with pytest.raises(ValueError, match="splits batch dimensions behind the first, of 2"):
         flash_attention(**arrays, mesh=mesh, in_specs=(P(None, "dp"),) * 3)
 
@@ -180,9 +180,9 @@ def test_mean_pooling_takes_any_batch():
 
 def test_mean_pooling_of_packed_tokens_without_a_batch():
     x, cu = normal("x", (T, H, D)), jnp.array([0, 3, 5])
-    found = mean_pooling(x, cu, chunk_size=2)
-    assert found.shape == (3, H, D)
-    assert_close({"out": found}, {"out": mean_pooling(x[None], cu, chunk_size=2)[0]})
+    result = mean_pooling(x, cu, chunk_size=2)
+    assert result.shape == (3, H, D)
+    assert_close({"out": result}, {"out": mean_pooling(x[None], cu, chunk_size=2)[0]})
 
 
 @pytest.mark.parametrize("batch", [(0,), (0, 2)])

@@ -73,8 +73,8 @@ def test_the_calls_are_those_of_jax(name, Hkv, dtype):
         return out, pull(dout)
 
     arrays = structs(Hkv, dtype)
-    found = calls(lower(ours, arrays))
-    assert len(found) == 2 and found == calls(lower(expected, arrays))
+    lines = calls(lower(ours, arrays))
+    assert len(lines) == 2 and lines == calls(lower(expected, arrays))
 
 
 # Packed sequences -------------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ def test_packed_calls_are_those_of_jax(name, offsets):
         """Operands without their names: what JAX is given whole, ours computes."""
         return [re.sub(r"%[\w#]*", "%", line) for line in calls(text)]
 
-    found = unnamed(lower(ours, arrays))
-    assert len(found) == 2 and found == unnamed(lower(expected, arrays))
-    assert all(re.search(rf"max_seg_per_batch\W+\d*: {max(2, len(offsets) - 1)}\b", line) for line in found)
+    lines = unnamed(lower(ours, arrays))
+    assert len(lines) == 2 and lines == unnamed(lower(expected, arrays))
+    assert all(re.search(rf"max_seg_per_batch\W+\d*: {max(2, len(offsets) - 1)}\b", line) for line in lines)
 
 
 def packing_of_rows():
@@ -211,6 +211,6 @@ def test_vmap_folds_into_the_batch():
 def test_jit_may_split_batch_and_heads():
     """The partitioner is given a rule for each call, not a call that it must gather for."""
     mesh = Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), ("dp", "tp"))
-    found = calls(lower(gradients, structs(sharding=NamedSharding(mesh, P("dp", None, "tp")))))
-    assert [line.split("(")[0] for line in found] == ["CustomSPMDPartitioning"] * 2
-    assert all("sdy.sharding_rule" in line for line in found)
+    lines = calls(lower(gradients, structs(sharding=NamedSharding(mesh, P("dp", None, "tp")))))
+    assert [line.split("(")[0] for line in lines] == ["CustomSPMDPartitioning"] * 2
+    assert all("sdy.sharding_rule" in line for line in lines)

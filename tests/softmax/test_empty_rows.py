@@ -43,9 +43,9 @@ def results(case, platform):
 
 def check_nothing_at_all(mask, platform):
     case = Case(mask, T=T, S=S, D=8, tiles=(8, 8), mask=MASKS[mask], bias="HT1")
-    if (found := results(case, platform)) is None:
+    if (result := results(case, platform)) is None:
         return
-    (outputs, gradients), _ = found
+    (outputs, gradients), _ = result
     assert not np.any(outputs["out"]) and np.isneginf(outputs["lse"]).all()
     for name, x in gradients.items():
         assert not np.any(x), f"the gradient of {name} is not zero"
@@ -64,9 +64,9 @@ def test_nothing_at_all_in_a_kernel(mask, interpreted):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nothing_at_all_in_a_narrow_dtype(dtype, native):
     case = Case("narrow", T=T, S=S, D=64, dtype=dtype, tiles=(8, 8), mask=MASKS["kv-length-0"])
-    if (found := results(case, native)) is None:
+    if (result := results(case, native)) is None:
         return
-    (outputs, gradients), _ = found
+    (outputs, gradients), _ = result
     assert not np.any(outputs["out"]) and np.isneginf(outputs["lse"]).all()
     assert not any(np.any(x) for x in gradients.values())
 
@@ -81,22 +81,22 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_at_all_with(name, native):
     case = Case(name, T=T, S=S, D=8, tiles=(8, 8), mask=MASKS["mask-all-false"], options=OPTIONS[name])
-    if (found := results(case, native)) is None:
+    if (result := results(case, native)) is None:
         return
-    (outputs, gradients), _ = found
+    (outputs, gradients), _ = result
     assert not np.any(outputs["out"]) and np.isneginf(outputs["lse"]).all()
     assert not any(np.any(x) for x in gradients.values())
 
 
-@pytest.mark.parametrize("sinks", ["H", "H3", "4"])
+@pytest.mark.parametrize("sinks", ["H", "H3", "14"])
 @pytest.mark.parametrize("normalised", [True, False], ids=["normalised", "unnormalised"])
 def test_sinks_alone(sinks, normalised, native):
     """lse is that of the sinks, and they alone have a gradient."""
     case = Case("sinks", T=T, S=S, D=8, sinks=sinks, tiles=(8, 8), mask=MASKS["kv-length-0"],
                 options={"normalize_output": normalised})  # fmt: skip
-    if (found := results(case, native)) is None:
+    if (result := results(case, native)) is None:
         return
-    (outputs, gradients), arrays = found
+    (outputs, gradients), arrays = result
     given = np.asarray(arrays["softmax_aux"], np.float64)
     given = given[:, None] if sinks == "H" else given
     by_head = np.broadcast_to(given, (2, given.shape[-1]))
@@ -113,9 +113,9 @@ def test_some_wide_rows_see_nothing(D, native):
     ids = jnp.asarray(np.repeat([[-1, 0, -1, 1]], [70, 60, 100, 40], axis=1), jnp.int32)
     case = Case("wide", B=1, T=270, D=D, dtype="bfloat16", tiles=(128, 64),
                 mask=lambda c: MaskInfo.from_segments(ids), options={"causal": True})  # fmt: skip
-    if (found := results(case, native)) is None:
+    if (result := results(case, native)) is None:
         return
-    (outputs, gradients), _ = found
+    (outputs, gradients), _ = result
     nothing = np.asarray(ids[0] < 0)
     assert not np.any(outputs["out"][:, nothing]) and np.isneginf(outputs["lse"][:, :, nothing]).all()
     assert np.isfinite(outputs["lse"][:, :, ~nothing]).all()
@@ -127,9 +127,9 @@ def test_some_wide_rows_see_nothing(D, native):
 def test_some_rows_see_nothing(native):
     """The first queries of a causal call with fewer keys than queries."""
     case = Case("some", T=30, S=12, D=8, tiles=(8, 8), options={"causal": True})
-    if (found := results(case, native)) is None:
+    if (result := results(case, native)) is None:
         return
-    (outputs, gradients), _ = found
+    (outputs, gradients), _ = result
     assert not np.any(outputs["out"][:, :18]) and np.isneginf(outputs["lse"][:, :, :18]).all()
     assert not np.any(gradients["query"][:, :18])
     assert np.all(np.any(outputs["out"][:, 18:], axis=-1)) and np.isfinite(outputs["lse"][:, :, 18:]).all()

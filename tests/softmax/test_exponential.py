@@ -11,8 +11,8 @@ from ejkernel.kernels.common.tiles import exp_on_cpu
 def test_is_the_exponential():
     x = jnp.concatenate([jnp.linspace(low, high, 100_001) for low, high in ((-87.3, 0), (-1, 1), (0, 88))])
     exact = np.exp(np.asarray(x, np.float64))
-    found = np.asarray(jax.jit(exp_on_cpu)(x), np.float64)
-    assert np.abs(found / exact - 1).max() < 2e-7
+    ours = np.asarray(jax.jit(exp_on_cpu)(x), np.float64)
+    assert np.abs(ours / exact - 1).max() < 2e-7
 
 
 def test_is_zero_for_what_is_hidden():

@@ -29,9 +29,9 @@ TARGETS = {chip.name: Target("tpu", kind, "tpu") for kind, chip in CHIPS.items()
 def call_of(target="v5e", B=2, T=2048, S=None, H=4, Hkv=2, D=128, dtype="bfloat16", **options):
     """A call on shapes alone."""
     structs = [jax.ShapeDtypeStruct(s, dtype) for s in ((B, T, H, D), (B, S or T, Hkv, D), (B, S or T, Hkv, D))]
-    found = []
-    jax.eval_shape(lambda *qkv: found.append(canonicalise(*qkv, **options)), *structs)
-    return found[0].on(TARGETS[target])
+    calls = []
+    jax.eval_shape(lambda *qkv: calls.append(canonicalise(*qkv, **options)), *structs)
+    return calls[0].on(TARGETS[target])
 
 
 # Memory ---------------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def test_the_grid_visits_what_the_schedule_says(mask, side):
     for b in range(2):
         for h in range(4 // G):
             done = np.arange(int(steps.number))
-            found = (*steps.row(steps.scalars, b, h, done), *steps.column(steps.scalars, b, h, done))
-            mine = list(zip(*(np.broadcast_to(x, done.shape).tolist() for x in found), strict=True))
+            of_steps = (*steps.row(steps.scalars, b, h, done), *steps.column(steps.scalars, b, h, done))
+            mine = list(zip(*(np.broadcast_to(x, done.shape).tolist() for x in of_steps), strict=True))
             for row, member in np.ndindex(blocks, G):
                 visits = [(j, word) for r, g, j, word in mine if (r, g) == (row, member) and word & VISIT]
                 assert [(j, bool(word & MASKED)) for j, word in visits] == listed(schedule, b, h * G + member, row)

@@ -51,10 +51,10 @@ def test_lists_of_narrow_blocks_have_wider_sub_blocks_where_they_would_be_long(m
     pattern = BlockPattern.local_stride(H, 13, local_blocks=1, vert_stride=4, block_size=16)
     q, k, v = (x.astype(jnp.bfloat16) for x in qkv(Hkv=2))
     with interpret():
-        found = blocksparse_attention(q, k, v, block_mask=pattern, platform="triton")
+        out = blocksparse_attention(q, k, v, block_mask=pattern, platform="triton")
     naive = flash_attention(q, k, v, mask_info=dense(pattern))
     exact = flash_attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask_info=dense(pattern))
-    assert_close({"out": found}, {"out": exact}, {"out": naive}, "outputs")
+    assert_close({"out": out}, {"out": exact}, {"out": naive}, "outputs")
 
 
 def test_a_pattern_in_the_program_is_not_evaluated_by_the_compiler():
@@ -91,9 +91,9 @@ def test_patterns_are_data(platform):
         for stride in (1, 2, 3):
             pattern = BlockPattern.local_stride(H, 4, 1, stride, block_size=16)
             on_device = BlockPattern(jnp.asarray(pattern.blocks), 16, H)
-            found = step(q, on_device)
+            result = step(q, on_device)
             expected = jax.grad(lambda x, p=pattern: flash_attention(x, x, x, mask_info=_mask(p)).sum())(q)
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+            np.testing.assert_allclose(result, expected, atol=1e-5)
     assert len(traced) == 1 and step._cache_size() == 1
 
 

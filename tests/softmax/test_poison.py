@@ -133,15 +133,15 @@ def test_the_definition_shows_own_nan_as_platforms_do(name, platform):
         return
     arrays = case.arrays()
     arrays[name] = arrays[name].at[2 if name == "softmax_aux" else (0, 7, 1, 3)].set(jnp.nan)
-    right, found = definition(case, arrays, jnp.float32), call_case(case, platform, arrays)
-    lost = {kind: {n: np.isnan(x) for n, x in results.items()} for kind, results in (("ours", found), ("exact", right))}
+    right, ours = definition(case, arrays, jnp.float32), call_case(case, platform, arrays)
+    lost = {kind: {n: np.isnan(x) for n, x in results.items()} for kind, results in (("ours", ours), ("exact", right))}
     assert lost["exact"]["out"].any() and lost["exact"]["lse"].any() == (name != "value")
     if name == "value":  # which has no part in lse; some platforms show its nan there too
         lost["ours"]["lse"] &= ~lost["exact"]["out"].any(-1).swapaxes(1, 2)
     for n in ("out", "lse"):
         np.testing.assert_array_equal(lost["ours"][n].any(-1), lost["exact"][n].any(-1), n)
-    nowhere = np.isnan(found["lse"]) | np.isnan(right["lse"])
-    assert_close(*({"lse": np.where(nowhere, 0.0, results["lse"])} for results in (found, right)))
+    nowhere = np.isnan(ours["lse"]) | np.isnan(right["lse"])
+    assert_close(*({"lse": np.where(nowhere, 0.0, results["lse"])} for results in (ours, right)))
 
 
 @pytest.mark.parametrize("future", [np.nan, np.inf, 7.0], ids=str)

@@ -221,8 +221,8 @@ def test_a_callable_in_plain_python_or_in_jax(monkeypatch, function, most):
     """2 ** 40 and 2 ** 16 leave the same remainder by 3."""
     monkeypatch.setattr(blocks, "_MOST_CALLS", most)
     expected = np.array([by_branches(*at) for at in np.ndindex(1, H, 5, 7)]).reshape(1, H, 5, 7)
-    found = jax.jit(lambda: jnp.asarray(blocks.pattern_mask(Q, K, function, 4, None).pattern.blocks))()
-    np.testing.assert_array_equal(found, np.broadcast_to(expected, (B, H, 5, 7)))
+    blocks_made = jax.jit(lambda: jnp.asarray(blocks.pattern_mask(Q, K, function, 4, None).pattern.blocks))()
+    np.testing.assert_array_equal(blocks_made, np.broadcast_to(expected, (B, H, 5, 7)))
 
 
 def test_a_callable_that_can_be_vectorised_is_called_once_for_many_blocks(monkeypatch):

@@ -61,7 +61,7 @@ def test_compilers_may_not_take_the_rounding_out():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "given", "default", "found"),
+    ("dtype", "given", "default", "multiplied"),
     [
         ("float32", None, None, "HIGHEST"),
         ("float32", None, "tensorfloat32", "HIGH"),
@@ -70,7 +70,7 @@ def test_compilers_may_not_take_the_rounding_out():
         ("bfloat16", None, None, "DEFAULT"),
     ],
 )
-def test_float32_is_multiplied_as_such_unless_told_otherwise(dtype, given, default, found):
+def test_float32_is_multiplied_as_such_unless_told_otherwise(dtype, given, default, multiplied):
     """On GPUs and TPUs XLA rounds what it multiplies; that is visible in the program only."""
     q = jax.ShapeDtypeStruct((1, 8, 1, 4), dtype)
 
@@ -81,7 +81,7 @@ def test_float32_is_multiplied_as_such_unless_told_otherwise(dtype, given, defau
         text = jax.jit(step).lower(q).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     kinds = [set(re.findall(r"precision = \[(\w+), (\w+)\]", line)) or {("DEFAULT", "DEFAULT")} for line in products]
-    assert len(products) >= 6 and all(kind == {(found, found)} for kind in kinds)
+    assert len(products) >= 6 and all(kind == {(multiplied, multiplied)} for kind in kinds)
 
 
 def test_other_ways_to_say_the_same():
@@ -92,7 +92,7 @@ def test_other_ways_to_say_the_same():
         {"precision": "TF32_TF32_F32"},
         {"precision": [preset, preset], "logits_dtype": None},
     ]
-    found = []
+    specs = []
     for options in said:
-        jax.eval_shape(lambda q, options=options: found.append(canonicalise(q, q, q, **options).spec), q)
-    assert found[0].precision == preset and found == [found[0]] * 3
+        jax.eval_shape(lambda q, options=options: specs.append(canonicalise(q, q, q, **options).spec), q)
+    assert specs[0].precision == preset and specs == [specs[0]] * 3

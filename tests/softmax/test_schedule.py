@@ -211,8 +211,8 @@ def test_a_program_plans_what_the_host_does(kind, side):
     (T, S), tile = LENGTHS[0], TILES[1]
     call = call_of(T, S, **KINDS[kind](T, S))
     known = replace(call, arrays={name: np.asarray(x) for name, x in call.arrays.items()})
-    found = jax.jit(lambda arrays: plan(replace(call, arrays=arrays), *tile, side))(call.arrays)
-    assert rows_of(found, H) == rows_of(plan(known, *tile, side, np), H)
+    planned = jax.jit(lambda arrays: plan(replace(call, arrays=arrays), *tile, side))(call.arrays)
+    assert rows_of(planned, H) == rows_of(plan(known, *tile, side, np), H)
 
 
 # Blocks of keys that are put together from sub-blocks ---------------------------------------------------------
@@ -246,12 +246,12 @@ def test_sub_blocks_that_many_queries_see_come_together_and_documents_stay():
 
     n, at = 64, np.arange(64)
     stripes = (at[:, None] == at) | (at % 8 == 0)
-    found, order = visits(stripes)
+    number, order = visits(stripes)
     assert (order[:4] == [0, 8, 16, 24]).all()
     # 8 stripes in two blocks, which 16 and 8 blocks of 16 queries see, and each other block those of its sub-blocks
-    assert found <= 24 + 2 * 14
-    found, order = visits(at[:, None] // 8 == at // 8)
-    assert (order == at).all() and found == n // 8 * 2 * 2 - n // 8
+    assert number <= 24 + 2 * 14
+    number, order = visits(at[:, None] // 8 == at // 8)
+    assert (order == at).all() and number == n // 8 * 2 * 2 - n // 8
 
 
 # Work is proportional to the blocks visited -------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The TPU kernels, compiled by libtpu for chips that are not here: they fit, and nothing big is moved around them."""
 
 import re
+from functools import partial
+from inspect import signature
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.modules import flash_attention
 from ejkernel.types import BlockPattern, MaskInfo
+from harness.gallery import MASKS, SCORES, Sizes
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -25,6 +28,7 @@ CASES = {
     "D128-segments": {"D": 128, "segments": True, "causal": True},
     "D64-pattern": {"D": 64, "H": 8, "Hkv": 2, "pattern": 64, "causal": True},
     "D128-bias": {"D": 128, "T": 1024, "bias": True},
+    "D128-functions": {"D": 128, "functions": True},
 }
 # small tiles: what compiles is asked, not what fits
 ONE_CHIP = {
@@ -48,6 +52,7 @@ class Program:
         self.lengths, self.heads, self.dims = (T, S or T), (H, Hkv), (D, Dv or D)
         self.segments, self.pattern = segments, options.pop("pattern", None)
         self.bias, self.sinks = options.pop("bias", False), options.pop("sinks", False)
+        self.functions = options.pop("functions", False)
         self.options = options
 
     def arrays(self):
@@ -56,6 +61,7 @@ class Program:
         shapes["wo"] = (H * Dv, E)
         shapes |= {"bias": (1, H, T, S)} if self.bias else {}
         shapes |= {"softmax_aux": (H,)} if self.sinks else {}
+        shapes |= {"slopes": (H,), "gates": (B, H, T)} if self.functions else {}
         return {name: self.struct(shape) for name, shape in shapes.items()}
 
     def struct(self, shape, dtype=None):
@@ -72,6 +78,7 @@ class Program:
             pattern = BlockPattern.sliding_blocks(T // self.pattern, 1, block_size=self.pattern)
             mask = MaskInfo.from_block_pattern(pattern, q_len=T)
         more = {name: arrays[name] for name in ("bias", "softmax_aux") if name in arrays}
+        more |= trained_functions(arrays["slopes"], arrays["gates"], ids) if self.functions else {}
         out = flash_attention(q, k, v, mask_info=mask, mesh=self.mesh, **more, **self.options)
         return (out.reshape(B, T, H * Dv) @ arrays["wo"]).astype(jnp.float32).sum()
 
@@ -85,15 +92,24 @@ class Program:
         return {B * T * H * D, B * S * Hkv * D, B * S * Hkv * Dv, B * T * H * Dv, H * T * S}
 
 
+def trained_functions(slopes, gates, ids):
+    """A mask of segments and a prefix; ALiBi and forgetting gates: operands of all kinds, two for queries, one for keys."""
+    prefix, total = ids[:, 0], jnp.cumsum(gates.astype(jnp.float32), axis=-1)
+    return {
+        "mask_fn": lambda b, h, i, j: (ids[b, i] == ids[b, j]) & ((j <= i) | (j < prefix[b])),
+        "score_fn": lambda s, b, h, i, j: s - slopes[h] * jnp.abs(i - j) + total[b, h, i] - total[b, h, j],
+    }
+
+
 def moved(text, sizes):
     """Instructions that only move a tensor of one of these sizes, or pad to more than the smallest."""
-    found = []
+    lines = []
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?\S+ = \w+\[([\d,]*)\]\S* (copy|transpose|pad|reshape|gather)\(", line)
         elements = int(np.prod([int(n) for n in match[1].split(",") if n])) if match else 0
         if match and (elements in sizes or (match[2] == "pad" and elements > min(sizes))):
-            found.append(line.strip()[:160])
-    return found
+            lines.append(line.strip()[:160])
+    return lines
 
 
 def kernels(text):
@@ -103,10 +119,13 @@ def kernels(text):
 def check(mesh, case):
     program = Program(mesh, **case)
     text = program.compiled()
-    expected = ["softmax_dbias"] * program.bias + ["softmax_dkv", "softmax_dq", "softmax_forward"]
-    assert kernels(text) == expected
+    expected = PLAIN + ["softmax_dbias"] * program.bias
+    expected += ["softmax_drow", "softmax_drow", "softmax_dcolumn"] * program.functions
+    assert kernels(text) == sorted(expected)
     assert moved(text, program.sizes()) == []
 
+
+PLAIN = ["softmax_dkv", "softmax_dq", "softmax_forward"]
 
 # one case on the newest, the others where memory is least, but for what the pattern's has too; `make tpu-aot` takes all
 ON_NEWEST = ("D128-causal",)
@@ -121,6 +140,53 @@ def on_chip(chip, case):
 @pytest.mark.parametrize(("chip", "case"), [on_chip(chip, case) for chip in CHIPS for case in CASES])
 def test_fits_and_moves_nothing_big(chip, case, mesh_of):
     check(mesh_of(chip), CASES[case])
+
+
+TABLES = ("matrix", "blocks", "relative", "matrix-bias")  # which a TPU refuses
+GALLERY = [name for name in (*MASKS, *SCORES) if name not in TABLES]
+
+
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [pytest.param(chip, n, marks=[pytest.mark.tpu_aot_more] * (chip != "v4")) for chip in CHIPS for n in GALLERY],
+)
+def test_the_gallery_compiles(chip, name, mesh_of):
+    T = 256
+    sizes = Sizes(B, 4, T, T)
+    functions = {"mask_fn": MASKS[name](sizes)} if name in MASKS else {"score_fn": SCORES[name](sizes)}
+    assert kernels(Program(mesh_of(chip), 64, T=T, **functions).compiled()) == PLAIN
+
+
+# of what the compiler has no operation for, and of every shape that an operation may have
+HARD = {
+    "division": lambda x, b, h, i, j: (i // (j % 7 + 1) == x[h]) | (j // (h + 1) < i % 5),
+    "select": lambda x, b, h, i, j: jnp.where(i % 2 == 0, jnp.where(h < 2, j <= i, x[j] > 3), (x[i] > 0) < (j > i)),
+    "sign": lambda x, b, h, i, j: (jnp.sign(i - j) * x[i] >= 0) ^ ~(jnp.abs(i - j) > x[j]),
+    "expm1": lambda s, x, b, h, i, j: jnp.expm1(s * 0.1) * jnp.sign(s) + jnp.maximum(s, x[j] * 1.0),
+    "of-one-side": lambda s, x, b, h, i, j: x[i] * 2.0,
+    "of-a-head": lambda s, x, b, h, i, j: jnp.where(h < 2, 1.0, x[h] * 1.0),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_what_is_hard_for_the_compiler(name, mesh_of):
+    T, x = 256, jnp.arange(256) % 9
+    function = partial(HARD[name], x) if len(signature(HARD[name]).parameters) == 5 else None
+    given = {"mask_fn": function} if function else {"score_fn": lambda s, *at: HARD[name](s, x, *at)}
+    assert kernels(Program(mesh_of("v5e"), 64, T=T, **given).compiled()) == PLAIN
+
+
+def test_a_kernel_for_an_operand_runs_where_its_gradient_is_asked_for(mesh_of):
+    sharding = NamedSharding(mesh_of("v5e"), PartitionSpec())
+    structs = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in ((B, 256, 4, 64), (4,), (256,))]
+
+    def total(x, slopes, shift):
+        score_fn = lambda s, b, h, i, j: s * slopes[h] + shift[j]  # noqa: E731
+        return flash_attention(x, x, x, score_fn=score_fn, mesh=sharding.mesh).sum()
+
+    for wanted, expected in ((0, ["softmax_dkv", "softmax_dq"]), (1, ["softmax_drow"]), (2, ["softmax_dcolumn"])):
+        text = jax.jit(jax.grad(total, wanted)).lower(*structs).compile().as_text()
+        assert kernels(text) == [*expected, "softmax_forward"]
 
 
 @pytest.mark.parametrize("case", ONE_CHIP)
@@ -141,7 +207,7 @@ def test_a_bare_call_moves_nothing_big_where_lanes_are_lengths(mesh_of):
 def test_the_unnormalised_output_compiles(mesh_of):
     """Around its kernel XLA gathers the best key of each row, so that the gradient through the maximum is right."""
     program = Program(mesh_of("v5e"), 128, T=256, normalize_output=False)
-    assert kernels(program.compiled()) == ["softmax_dkv", "softmax_dq", "softmax_forward"]
+    assert kernels(program.compiled()) == PLAIN
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["in_specs", "a user's own shard_map"])
@@ -160,5 +226,5 @@ def test_four_chips_do_not_talk(checked, tpu_devices):
 
     step = jax.jit(lambda *x: jax.vjp(attend, *x)[1](x[0]))
     text = step.lower(q, q, q).compile().as_text()
-    assert kernels(text) == ["softmax_dkv", "softmax_dq", "softmax_forward"]
+    assert kernels(text) == PLAIN
     assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)

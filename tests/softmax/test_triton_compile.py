@@ -147,8 +147,8 @@ def test_a_bias_gets_a_gradient_like_itself(letters):
         lse = jnp.zeros((B, H, T))
         return triton.bias_gradient(call, {"out": query, "lse": lse}, {"out": query})
 
-    found = jax.eval_shape(gradient, jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16), bias)
-    assert (found.shape, found.dtype) == (bias.shape, bias.dtype)
+    gradient_type = jax.eval_shape(gradient, jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16), bias)
+    assert (gradient_type.shape, gradient_type.dtype) == (bias.shape, bias.dtype)
 
 
 def test_reductions_after_products_compile_for_tensor_memory():

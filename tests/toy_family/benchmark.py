@@ -53,11 +53,11 @@ class Problem:
             return definition(canonicalise(x, state, self.arrays["lengths"]), jnp.float32)[0]
 
         out, pull = jax.vjp(attend, self.arrays["x"], self.arrays["state"])
-        found = [
+        truths = [
             {"out": out},
             dict(zip(("dx", "dstate"), pull(self.arrays["dout"]), strict=True)),
         ]
-        return [Truth.of(exact, exact) for exact in found]
+        return [Truth.of(exact, exact) for exact in truths]
 
 
 BENCHMARK = Benchmark(

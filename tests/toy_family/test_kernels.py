@@ -15,7 +15,8 @@ from toy_family import pallas_tpu, speed
 from toy_family.checks import canonicalise, definition
 from toy_family.operations import decayed_sum
 
-KERNELS = pytest.mark.parametrize("kernel", ["triton", "pallas"])
+BLOCK_SIZES = {"xla": "chunk", "triton": "block_d", "pallas": "block_t"}
+PLATFORMS = pytest.mark.parametrize("platform", BLOCK_SIZES)
 
 
 @pytest.fixture(autouse=True)
@@ -34,50 +35,49 @@ def by_definition(x, state, lengths):
     return definition(canonicalise(x, state, lengths), jnp.float32)
 
 
-def check(kernel, x, state, lengths, **options):
+def check(platform, x, state, lengths, **options):
     def ours(x, state, lengths):
-        return decayed_sum(x, state, lengths, platform=kernel, **options)
+        return decayed_sum(x, state, lengths, platform=platform, **options)
 
-    for found, exact in zip(
+    for got, exact in zip(
         ours(x, state, lengths), by_definition(x, state, lengths), strict=True
     ):
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
     ours_d, exact_d = (
         jax.grad(weighed, (1, 2))(f, x, state, lengths) for f in (ours, by_definition)
     )
-    for found, exact in zip(ours_d, exact_d, strict=True):
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+    for got, exact in zip(ours_d, exact_d, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
-@KERNELS
+@PLATFORMS
 @pytest.mark.parametrize(("T", "D"), [(1, 3), (8, 3), (13, 70)])
-def test_against_the_definition(kernel, T, D):
+def test_against_the_definition(platform, T, D):
     x, state = normal("x", (2, T, D)), normal("state", (2, D))
     with interpret():
-        check(kernel, x, state, jnp.array([T, T // 2]))
+        check(platform, x, state, jnp.array([T, T // 2]))
 
 
-@KERNELS
-def test_every_block_size(kernel):
+@PLATFORMS
+def test_every_block_size(platform):
     x, state = normal("x", (2, 40, 20)), normal("state", (2, 20))
     with interpret():
         for size in (8, 32):
-            cfg = {"block_d": size} if kernel == "triton" else {"block_t": size}
-            check(kernel, x, state, jnp.array([40, 17]), cfg=cfg)
+            check(platform, x, state, jnp.array([40, 17]), cfg={BLOCK_SIZES[platform]: size})
 
 
-@KERNELS
-def test_what_lies_past_a_length_is_not_read(kernel):
+@PLATFORMS
+def test_what_lies_past_a_length_is_not_read(platform):
     x, state = normal("x", (2, 8, 3)), normal("state", (2, 3))
     with interpret():
         lengths = jnp.array([8, 5])
         poisoned = x.at[1, 5:].set(jnp.nan)
-        for found, exact in zip(
-            decayed_sum(poisoned, state, lengths, platform=kernel),
+        for got, exact in zip(
+            decayed_sum(poisoned, state, lengths, platform=platform),
             by_definition(x, state, lengths),
             strict=True,
         ):
-            np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_what_times_it_runs(capsys):

@@ -1,4 +1,7 @@
-"""In chunks. The residuals are the states between them: how many depends on the config."""
+"""In chunks. The residuals are the states between them: how many depends on the config.
+
+The gradient of a sum needs none of them; most gradients do.
+"""
 
 from dataclasses import dataclass
 
@@ -6,9 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops import Implementation
-
-# what the backward was given, for the tests
-SEEN: list[dict[str, tuple[int, ...]]] = []
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,23 @@ def _steps(decay, h, xs):
 def forward(call, config):
     x, _ = _masked(call)
     (B, T, D), decay = x.shape, call.spec.decay
+    x = jnp.pad(x, ((0, 0), (0, -T % config.chunk), (0, 0)))  # any length, in whole chunks
     # (chunks, chunk, B, D)
-    chunks = jnp.moveaxis(x.reshape(B, T // config.chunk, config.chunk, D), 0, 2)
+    chunks = jnp.moveaxis(x.reshape(B, -1, config.chunk, D), 0, 2)
 
     def chunk(h, xs):
         end, out = _steps(decay, h, xs)
         return end, (out, h)
 
-    end, (out, states) = jax.lax.scan(chunk, call["state"], chunks)
-    outputs = {"out": jnp.moveaxis(out, 2, 0).reshape(B, T, D), "state": end}
-    return outputs, {"starts": jnp.moveaxis(states, 1, 0)}
+    _, (out, states) = jax.lax.scan(chunk, call["state"], chunks)
+    out = jnp.moveaxis(out, 2, 0).reshape(B, -1, D)[:, :T]
+    return {"out": out, "state": out[:, -1]}, {"starts": jnp.moveaxis(states, 1, 0)}
 
 
 def backward(call, residuals, cotangents, config):
     _, keep = _masked(call)
-    given = call.arrays | residuals | {f"d{name}": ct for name, ct in cotangents.items()}
-    SEEN.append({name: x.shape for name, x in given.items()})
-    assert residuals["starts"].shape[1] == call["x"].shape[1] // config.chunk
     T = call["x"].shape[1]
+    # an output that nobody differentiates has no cotangent
     dout = cotangents.get("out", jnp.zeros_like(call["x"]))
     if "state" in cotangents:
         dout = dout.at[:, T - 1].add(cotangents["state"])

@@ -56,8 +56,11 @@ def _print(console: Console, answer: "Explanation", forced: str | None) -> None:
         if answer.remark:
             console.print(answer.remark, markup=False)
         if (other := answer.gradient) is not None:
-            console.print(f"its gradient: [green]{other.platform}[/] ({other.reason})")
-            console.print(f"config: {other.config} (from {other.config_source})", markup=False)
+            console.print(f"its gradient: [green]{other.platform or 'none'}[/] ({other.reason})")
+            if other.platform is not None:
+                console.print(f"config: {other.config} (from {other.config_source})", markup=False)
+    if not (answer.refusals or answer.avoided):
+        return
     table = screen.table("platform", "why not")
     for platform, reasons in answer.refusals.items():
         table.add_row(platform, _listed(reasons))

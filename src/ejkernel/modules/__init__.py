@@ -1,7 +1,6 @@
 """The public functions: one per operation, with its full documentation and no logic."""
 
 from ejkernel.kernels.ring.layout import from_zigzag, to_zigzag
-from ejkernel.modules.attention import attention
 from ejkernel.modules.blocksparse import blocksparse_attention
 from ejkernel.modules.cascade import cascade_attention
 from ejkernel.modules.decode import decode_attention, ragged_decode_attention
@@ -9,12 +8,13 @@ from ejkernel.modules.dot_product import dot_product_attention
 from ejkernel.modules.flash import flash_attention
 from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
 from ejkernel.modules.linear import gla_attention, lightning_attention, recurrent_attention
-from ejkernel.modules.mean_pooling import mean_pooling
 from ejkernel.modules.native_sparse import native_sparse_attention, select_blocks, selected_attention
 from ejkernel.modules.paged import page_attention, prefill_page_attention, ragged_page_attention
+from ejkernel.modules.pooling import mean_pooling
 from ejkernel.modules.ring import ring_attention
 from ejkernel.modules.sdpa import scaled_dot_product_attention
 from ejkernel.modules.signatures import show_signatures
+from ejkernel.modules.weights import attention
 
 __all__ = [
     "attention",

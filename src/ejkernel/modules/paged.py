@@ -9,10 +9,10 @@ from ejkernel.kernels.paged.calls import (
     PREFILL_LAYOUT,
     batch_layout,
     page_call,
-    parted_specs,
     prefill_call,
     ragged_layout,
     ragged_page_call,
+    specs_by_array,
 )
 from ejkernel.kernels.paged.operations import PAGE_ATTENTION, PREFILL_PAGE_ATTENTION, RAGGED_PAGE_ATTENTION, attend
 from ejkernel.kernels.paged.spec import shards
@@ -162,7 +162,7 @@ def ragged_page_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    split = shards(ragged_layout(kv_pages), mesh, parted_specs(kv_pages, in_specs), out_specs)
+    split = shards(ragged_layout(kv_pages), mesh, specs_by_array(kv_pages, in_specs), out_specs)
     return attend(RAGGED_PAGE_ATTENTION, call, queries.shape, split, batched=False, platform=platform, cfg=cfg)
 
 

@@ -74,10 +74,8 @@ class AutoRegressiveDecodeAttn(AttentionImpl):
             v,
             cache_view.starts,
             cache_view.index,
-            softmax_scale=self.metadata.softmax_scale,
-            platform=self.metadata.platform,
-            mesh=self.metadata.mesh,
             in_specs=self.metadata.specs("decode", q.shape, k.shape),
+            **self.shared_options(),
         )
         return AttentionOutput(attention_outputs=out)
 

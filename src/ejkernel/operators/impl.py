@@ -166,6 +166,10 @@ class AttentionImpl(ABC):
                 stacklevel=_depth_of_user() + 1,
             )
 
+    def shared_options(self) -> dict[str, Any]:
+        """The keywords of every function of `ejkernel.modules` that come from the settings alone."""
+        return {name: getattr(self.metadata, name) for name in ("softmax_scale", "platform", "mesh")}
+
     def dropout(self, deterministic: bool) -> float:
         """The chance that a weight is dropped in this call."""
         return 0.0 if deterministic else self.metadata.dropout_prob

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.softmax.spec import initial_bias
 from ejkernel.modules import ring_attention
-from ejkernel.operators.impl import AttentionOutput, mask_of
+from ejkernel.operators.impl import AttentionOutput
 from ejkernel.operators.registry import AttentionRegistry
-from ejkernel.operators.softmax import PAGED, FlashAttn, InitBias
+from ejkernel.operators.softmax import FlashAttn, InitBias
 from ejkernel.ops.target import ambient_mesh
 
 
@@ -45,29 +44,14 @@ class RingAttn(FlashAttn):
         **ignore: Any,
     ) -> AttentionOutput:
         """As in `FlashAttn`. Keys travel where the mesh has the sequence axis and it divides both lengths."""
-        self.warn_of_ignored(ignore)
-        self.refuse(PAGED, cache_metadata=cache_metadata)
-        q, k, v = self.cast(q=q, k=k, v=v)
+        dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
+        caches = {"cache_view": cache_view, "cache_metadata": cache_metadata}
+        return super().forward_native(q, k, v, mask, bias, init_bias, causal, **dropout, **caches, **ignore)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
         if not self._splits_lengths(q, k):
-            dropout = {"deterministic": deterministic, "dropout_rng": dropout_rng}
-            return super().forward_native(q, k, v, mask, bias, init_bias, causal, **dropout, cache_view=cache_view)
-        dropout = self.dropout(deterministic)
-        out = ring_attention(
-            q,
-            k,
-            v,
-            initial_bias(bias, init_bias, mask),
-            axis_name=self.metadata.sequence_axis_name,
-            mask_info=mask_of(q, k, mask if bias is None else None, cache_view),
-            causal=causal,
-            softmax_scale=self.metadata.softmax_scale,
-            dropout_prob=dropout,
-            dropout_seed=dropout_rng if dropout else None,
-            logits_dtype=self.metadata.runtime_softmax_dtype,
-            platform=self.metadata.platform,
-            mesh=self.metadata.mesh,
-        )
-        return AttentionOutput(attention_outputs=out)
+            return super().attend(q, k, v, **options)
+        return ring_attention(q, k, v, axis_name=self.metadata.sequence_axis_name, **options)
 
     def _splits_lengths(self, q: jax.Array, k: jax.Array) -> bool:
         """Whether the sequence axis of the mesh, given or around the call, splits these lengths."""

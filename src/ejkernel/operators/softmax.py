@@ -71,23 +71,25 @@ class FlashAttn(AttentionImpl):
         self.refuse(PAGED, cache_metadata=cache_metadata)
         q, k, v = self.cast(q=q, k=k, v=v)
         dropout = self.dropout(deterministic)
-        with _tiles(self.metadata, q):
-            out = flash_attention(
-                q,
-                k,
-                v,
-                initial_bias(bias, init_bias, mask),
-                mask_info=mask_of(q, k, mask if bias is None else None, cache_view),
-                softmax_scale=self.metadata.softmax_scale,
-                dropout_prob=dropout,
-                dropout_seed=dropout_rng if dropout else None,
-                causal=causal,
-                logits_dtype=self.metadata.runtime_softmax_dtype,
-                platform=self.metadata.platform,
-                mesh=self.metadata.mesh,
-                in_specs=self.metadata.specs(self.get_mode(q), q.shape, k.shape),
-            )
+        out = self.attend(
+            q,
+            k,
+            v,
+            bias=initial_bias(bias, init_bias, mask),
+            mask_info=mask_of(q, k, mask if bias is None else None, cache_view),
+            causal=causal,
+            dropout_prob=dropout,
+            dropout_seed=dropout_rng if dropout else None,
+            logits_dtype=self.metadata.runtime_softmax_dtype,
+            **self.shared_options(),
+        )
         return AttentionOutput(attention_outputs=out)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+        """The function of `ejkernel.modules` that a call with these options is."""
+        with _tiles(self.metadata, q):
+            in_specs = self.metadata.specs(self.get_mode(q), q.shape, k.shape)
+            return flash_attention(q, k, v, in_specs=in_specs, **options)
 
 
 @AttentionRegistry.register
@@ -157,11 +159,9 @@ class ScaledDotProductAttn(AttentionImpl):
             v,
             bias,
             mask_info=mask_of(q, k, mask, cache_view),
-            softmax_scale=self.metadata.softmax_scale,
             causal=causal and bias is None,
-            platform=self.metadata.platform,
-            mesh=self.metadata.mesh,
             in_specs=self.metadata.specs(self.get_mode(q), q.shape, k.shape),
+            **self.shared_options(),
         )
         return AttentionOutput(attention_outputs=out)
 

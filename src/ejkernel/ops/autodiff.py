@@ -53,7 +53,7 @@ def _whole(plan: Plan) -> frozenset[str]:
 def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
     """Outputs, and the residuals that a backward needs; `execute` is differentiable, this is not."""
     if plan.recorded is not None:
-        return fold_forward(stand_in_forward(plan, execute), _whole(plan))(arrays)
+        return fold_forward(stand_in_forward(plan, forward), _whole(plan))(arrays)
 
     def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
         with on_mesh_of(arrays), default_rules(), deterministic(plan.deterministic):

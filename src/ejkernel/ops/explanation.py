@@ -61,7 +61,7 @@ class Explanation:
             lines.append(f"  its gradient: {other.platform or 'none'} ({other.reason})")
             if other.platform is not None:
                 lines.append(f"  config: {other.config} (from {other.config_source})")
-        if self.forward_calls + self.backward_calls > 1:
+        if self.forward_calls + self.backward_calls > 1 or self.conditions:
             lines.append(f"  runs: {' and '.join(runs(self))}")
         for platform, reasons in self.refusals.items():
             lines += [f"  not {platform}: {reason}" for reason in reasons]

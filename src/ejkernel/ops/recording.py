@@ -6,7 +6,7 @@ the calls stand: in loops, in branches, in gradients.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -69,43 +69,43 @@ def recorder() -> Recorder | None:
     return settings().recorder
 
 
+Forward = Callable[[Plan, Arrays], tuple[Arrays, Arrays]]
+
+
 @lru_cache(maxsize=512)
-def _output_shapes(
-    execute: Callable[[Plan, Arrays], Arrays], plan: Plan, shapes: tuple[tuple[str, tuple[int, ...], Any], ...]
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Outputs by the shapes of the arrays, as that plan has them."""
+def _result_shapes(forward: Forward, plan: Plan, shapes: tuple[tuple[str, tuple[int, ...], Any], ...]) -> Any:
+    """Outputs and residuals by the shapes of the arrays, as that plan has them."""
     with changed(recorder=None):
-        return jax.eval_shape(lambda x: execute(plan, x), {n: jax.ShapeDtypeStruct(*rest) for n, *rest in shapes})
+        return jax.eval_shape(lambda x: forward(plan, x), {n: jax.ShapeDtypeStruct(*rest) for n, *rest in shapes})
 
 
-def stand_in_forward(
-    plan: Plan, execute: Callable[[Plan, Arrays], Arrays]
-) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
-    """A forward that computes nothing, of the outputs that executing it has; its backward needs no residuals."""
+def stand_in_forward(plan: Plan, forward: Forward) -> Callable[[Arrays], tuple[Arrays, Arrays]]:
+    """A forward that computes nothing, with the outputs and residuals of the one that it stands in for."""
 
-    def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
+    def stand_in(arrays: Arrays) -> tuple[Arrays, Arrays]:
         shapes = tuple((name, x.shape, x.dtype) for name, x in sorted(arrays.items()))
-        return _stand_in(plan, FORWARD, _output_shapes(execute, replace(plan, recorded=None), shapes))(arrays), {}
+        return _stand_in(plan, FORWARD, _result_shapes(forward, replace(plan, recorded=None), shapes))(arrays)
 
-    return forward
+    return stand_in
 
 
 def stand_in_backward(plan: Plan) -> Callable[[Arrays, Arrays, Arrays], Arrays]:
-    """A backward that computes nothing."""
+    """A backward that computes nothing, from the residuals: rematerialisation runs the forward again for them."""
 
-    def backward(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
+    def stand_in(arrays: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         trained = [name for name, dims in plan.operation.arrays.items() if dims.grad and name in arrays]
-        return _stand_in(plan, BACKWARD, {name: arrays[name] for name in trained})(arrays, cotangents)
+        return _stand_in(plan, BACKWARD, {name: arrays[name] for name in trained})(arrays, residuals, cotangents)
 
-    return backward
+    return stand_in
 
 
-def _stand_in(plan: Plan, which: str, results: Mapping[str, Any]) -> Callable[..., Arrays]:
+def _stand_in(plan: Plan, which: str, results: Any) -> Callable[..., Any]:
     """A function of any arrays with results of these shapes, which a program shows under the name of the call."""
-    shapes = {name: (x.shape, x.dtype) for name, x in results.items()}
+    leaves, tree = jax.tree.flatten(results)
+    shapes = [(x.shape, x.dtype) for x in leaves]
 
-    def stand_in(*arrays: Arrays) -> Arrays:
-        zeros = {name: jnp.zeros(*shape) for name, shape in shapes.items()}
+    def stand_in(*arrays: Arrays) -> Any:
+        zeros = jax.tree.unflatten(tree, [jnp.zeros(*shape) for shape in shapes])
         # results depend on arguments: JAX must not take the call for a constant
         return lax.optimization_barrier((varying_like(zeros, arrays), arrays))[0]
 
@@ -140,7 +140,7 @@ def _occurrences(recorder: Recorder, program: Any) -> dict[int, _Occurrences]:
                 seen = found.setdefault(int(number), _Occurrences())
                 seen.times[which] += times
                 seen.conditions |= dict.fromkeys(conditions)
-                # behind the arrays of a backward are cotangents
+                # behind the arrays of a backward are residuals and cotangents
                 shapes = {n: _short(x.aval) for n, x in zip(names, equation.invars, strict=False)}
                 seen.arrays = seen.arrays or {n: shapes[n] for n in recorder.order(int(number))}
                 continue
@@ -187,7 +187,8 @@ def explain(function: Callable[..., Any], *args: Any, device: str | None = None,
 
     opened = Recorder()
     there = {} if device is None else {"device": named_target(device)}
-    with changed(recorder=opened, tuning=None, **there):
+    # without jit nothing would show what a call stands in for
+    with changed(recorder=opened, tuning=None, **there), jax.disable_jit(False):
         program = jax.make_jaxpr(traced)([leaf for leaf, struct in zip(leaves, dynamic, strict=True) if struct])
     calls = tuple(
         replace(

@@ -326,42 +326,78 @@ def varying_like(start: Any, arrays: Any) -> Any:
 
 
 def run_sharded(operation: Operation, call: Call, shards: Shards, body: Callable[[Call], Arrays]) -> Arrays:
-    """Run `body` on every device's part of the call, as `in_specs` say or else the types of the arrays."""
+    """Run `body` on every device's part of the call, as `in_specs` say or else the types of the arrays.
+
+    Outside jit the program is kept by what equals `body`, where that can be hashed.
+    """
     typed = shards.in_specs is None
     given = typed_specs(call) if typed else _named_specs(operation, call, shards.in_specs)
     mesh = mesh_of(call[next(iter(given))]) if typed and shards.mesh is None else shards.found_mesh
     assert mesh is not None
-    found = _axes_by_dimension(operation, call, given, mesh, typed)
-    _check(found, call, operation, mesh, typed)
-    sizes = _sizes(operation, call)
-    shares = [share_of(pair, sizes, found, mesh) for pair in operation.splits.grouped if pair[1] in sizes]
-    in_specs = {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in call.arrays.items()}
-    in_specs |= {} if typed else given
-    derived = {
-        n: PartitionSpec(*(found.get(c, ()) or None for c in Dims(d).axes)) for n, d in operation.outputs.items()
-    }
     wanted = _output_specs(operation, shards.out_specs)
+    split = _Split(operation, call.spec, call.target, mesh, typed, (*given.items(),), (*wanted.items(),), body)
+    traced = any(isinstance(x, jax_core.Tracer) for x in call.arrays.values())
+    # outside jit, JAX would compile the steps of a shard_map one by one, and again for every call
+    kept = isinstance(mesh, Mesh) and not traced and _hashable(body)
+    return _compiled(split, call.arrays) if kept else split(call.arrays)
 
-    def alone(arrays: Arrays) -> Arrays:
-        return body(Call(call.spec, arrays, call.target))
 
-    def local(arrays: Arrays) -> Arrays:
-        run = body
-        for share in shares:
-            assert share is not None
-            arrays = {name: share.cut(x, operation.arrays[name]) for name, x in arrays.items()}
-        for letter, pass_on in operation.splits.passed_on.items():
-            if parts(axes := found.get(letter, ()), mesh) > 1:
-                run = partial(pass_on, axes=axes, run=run)
-        return run(Call(call.spec, arrays, call.target))
+def _hashable(body: Any) -> bool:
+    """Whether a program can be kept by it: it has no config that is a dict."""
+    try:
+        hash(body)
+    except TypeError:
+        return False
+    return True
 
-    # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
-    with paused():
-        shapes = jax.eval_shape(alone, {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.arrays.items()})
-    out_specs = {name: wanted.get(name, derived[name]) for name in shapes}
-    mapped = _shard_map(local, mesh, (in_specs,), out_specs)
-    # outside jit nothing can be measured inside of it
-    return (jax.jit(mapped) if active() else mapped)(call.arrays)
+
+@dataclass(frozen=True)
+class _Split:
+    """All that is static of a call on several devices."""
+
+    operation: Operation
+    spec: Any
+    target: Any
+    mesh: Mesh | AbstractMesh
+    typed: bool
+    given: tuple[tuple[str, PartitionSpec], ...]
+    wanted: tuple[tuple[str, PartitionSpec], ...]
+    body: Callable[[Call], Arrays]
+
+    def __call__(self, arrays: Arrays) -> Arrays:
+        operation, mesh, given, wanted = self.operation, self.mesh, dict(self.given), dict(self.wanted)
+        call = Call(self.spec, arrays, self.target)
+        found = _axes_by_dimension(operation, call, given, mesh, self.typed)
+        _check(found, call, operation, mesh, self.typed)
+        sizes = _sizes(operation, call)
+        shares = [share_of(pair, sizes, found, mesh) for pair in operation.splits.grouped if pair[1] in sizes]
+        in_specs = {n: _spec_for(operation.arrays[n].axes, x.shape, found) for n, x in arrays.items()}
+        in_specs |= {} if self.typed else given
+
+        def local(arrays: Arrays) -> Arrays:
+            run = self.body
+            for share in shares:
+                assert share is not None
+                arrays = {name: share.cut(x, operation.arrays[name]) for name, x in arrays.items()}
+            for letter, pass_on in operation.splits.passed_on.items():
+                if parts(axes := found.get(letter, ()), mesh) > 1:
+                    run = partial(pass_on, axes=axes, run=run)
+            return run(Call(self.spec, arrays, self.target))
+
+        # only the names are wanted: what is split over Explicit axes must not be, outside of a shard_map
+        with paused():
+            whole = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+            shapes = jax.eval_shape(lambda arrays: self.body(Call(self.spec, arrays, self.target)), whole)
+        derived = {
+            n: PartitionSpec(*(found.get(c, ()) or None for c in Dims(operation.outputs[n]).axes)) for n in shapes
+        }
+        out_specs = derived | {name: spec for name, spec in wanted.items() if name in shapes}
+        mapped = _shard_map(local, mesh, (in_specs,), out_specs)
+        # outside jit nothing can be measured inside of it
+        return (jax.jit(mapped) if active() else mapped)(arrays)
+
+
+_compiled = jax.jit(_Split.__call__, static_argnums=0)
 
 
 def _shard_map(function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ejkernel.checks.options import flag, static_int
-from ejkernel.torch.calls import Options, signature
+from ejkernel.torch.calls import Options, layouts_of
 from ejkernel.torch.inputs import (
     FLOATS,
     Inputs,
@@ -32,11 +32,11 @@ _MOST_CHECKED = 64
 _NO_LENGTHS = Lengths()
 
 
-def _plain_signature(q: Any, k: Any, v: Any) -> Any:
-    """The signature of a call without lengths whose checks depend on nothing else; None where they do."""
+def _plain_layouts(q: Any, k: Any, v: Any) -> Any:
+    """The layouts of a call without lengths whose checks depend on nothing else; None where they do."""
     if not is_plain(q, k, v) or q.dtype not in FLOATS or q.is_meta or torch.is_autocast_enabled(q.device.type):
         return None
-    return signature(q, k, v) if q.dim() == 4 and q.numel() and k.numel() else None
+    return layouts_of(q, k, v) if q.dim() == 4 and q.numel() and k.numel() else None
 
 
 class SparseAttention(torch.nn.Module):
@@ -136,13 +136,13 @@ class SparseAttention(torch.nn.Module):
         if v is None or split_qkv is not None:
             q, k, v = _split(q, k, v, split_qkv)
         no_lengths = cu_seqlen_k is cu_seqlen_q is left_paddings is seqlens is None
-        sign = _plain_signature(q, k, v) if no_lengths and not torch.compiler.is_compiling() else None
-        call_key = (sign, sm_scale) if sign and (sm_scale is None or sm_scale.__class__ is float) else None
+        layouts = _plain_layouts(q, k, v) if no_lengths and not torch.compiler.is_compiling() else None
+        call_key = (layouts, sm_scale) if layouts and (sm_scale is None or sm_scale.__class__ is float) else None
         checked = self._checked.get(call_key)
         if checked is not None:  # the checks below passed for a call like this
             query, key, value = self._by_length(q, k, v)
-            sign = sign if query is q else signature(query, key, value)
-            return self._finished(Inputs(query, key, value, _NO_LENGTHS), checked, False, return_lse, sign)
+            layouts = layouts if query is q else layouts_of(query, key, value)
+            return self._finished(Inputs(query, key, value, _NO_LENGTHS), checked, False, return_lse, layouts)
         q, k, v = prepared(_QKV, q, k, v)
         packed = q.dim() == 3
         if packed != (cu_seqlen_k is not None):
@@ -177,8 +177,8 @@ class SparseAttention(torch.nn.Module):
         """(batch, length, heads, dim)."""
         return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if self.seq_dim == 2 else (q, k, v)
 
-    def _finished(self, inputs: Inputs, options: Options, packed: bool, return_lse: bool, sign: Any = None) -> Any:
-        out, lse = attend(inputs, None, options, sign)
+    def _finished(self, inputs: Inputs, options: Options, packed: bool, return_lse: bool, layouts: Any = None) -> Any:
+        out, lse = attend(inputs, None, options, layouts)
         if packed:
             out, lse = out[0], lse[0]
         elif self.seq_dim == 2:
@@ -210,16 +210,16 @@ class SparseAttention(torch.nn.Module):
         self._check_takes_lengths()
         (B, *_), S = query.shape, key.shape[1]
         left = lengths = None
-        room: Any = S
+        most: Any = S
         if left_paddings is not None:
             given = integers("left_paddings", left_paddings, (B,))
             check_values("left_paddings", given, lambda x: (x < 0) | (x > S), f"lie in [0, {S}]")
             left = on_device(given, query).clamp(0, S)
-            room = S - (given if checks_values(given) else 0)
+            most = S - (given if checks_values(given) else 0)
         if seqlens is not None:
             given = integers("seqlens", seqlens, (B,))
             need = f"lie within the {S} keys, left padding included"
-            check_values("seqlens", given, lambda x: (x < 0) | (x > room), need)
+            check_values("seqlens", given, lambda x: (x < 0) | (x > most), need)
             lengths = on_device(given, query)
             lengths = lengths.clamp(0, S) if left is None else lengths.clamp(min=0).minimum(S - left)
         return padded_lengths(query, key, left, lengths)
@@ -237,10 +237,7 @@ class SparseAttention(torch.nn.Module):
             queries = torch.arange(sequences + 1, dtype=torch.int32, device=query.device)
         else:
             raise ValueError(f"cu_seqlen_q is needed: q has {T} tokens, k {S}, and there are {sequences} sequences")
-        if queries.shape != keys.shape:
-            shapes = tuple(queries.shape), tuple(keys.shape)
-            raise ValueError(f"cu_seqlen_q {shapes[0]} and cu_seqlen_k {shapes[1]} must have one length")
-        return packed_lengths(query, key, queries, keys)
+        return packed_lengths(query, key, queries, keys, ("cu_seqlen_q", "cu_seqlen_k"))
 
     def extra_repr(self) -> str:
         heads, rows, columns = self.pattern.blocks.shape
@@ -323,12 +320,12 @@ class LocalStrideSparseAttention(SparseAttention):
             num_heads,
             blocks_of_keys,
             blocks_of_keys,
-            tuple(local_blocks) if isinstance(local_blocks, list) else local_blocks,
+            local_blocks,
             vert_stride,
-            homo_head=flag("homo_head", homo_head),
+            homo_head=homo_head,
             num_dense_heads=num_dense_heads,
             num_kv_heads=num_kv_heads,
-            offset=static_int("head_sliding_offset", head_sliding_offset),
+            offset=head_sliding_offset,
             causal=flag("causal", causal),
             relative=not causal,
         )

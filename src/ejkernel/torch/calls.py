@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ejkernel.kernels.softmax.spec import Band, Spec
 from ejkernel.ops import Call
-from ejkernel.torch.inputs import FLOAT8S
+from ejkernel.torch.inputs import FLOAT8S, Lengths
 from ejkernel.torch.pattern import Pattern
 
 
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 Tensors = tuple[Any, ...]
 
 
-def signature(query: Tensor, key: Tensor, value: Tensor) -> Any:
+def layouts_of(query: Tensor, key: Tensor, value: Tensor) -> Any:
     """What the launches of a call on plain tensors depend on, beside its options: their layouts and devices."""
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
@@ -51,7 +51,7 @@ def _spec(options: Options) -> Spec:
     )
 
 
-_NAMES = ("query", "key", "value", "sinks", "q_segments", "kv_segments", "q_positions", "kv_positions")
+_NAMES = ("query", "key", "value", "sinks", *Lengths._fields)
 
 
 def canonical(tensors: Tensors, options: Options) -> Any:

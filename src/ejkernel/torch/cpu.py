@@ -4,9 +4,8 @@ Tiles are rows of one batched product each, in float32. What is not finite never
 0 * nan is nan, so it would reach those who do not see it. It marks the logits of its own row instead, which masks hide.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +25,12 @@ from ejkernel.torch.calls import (
     output_dtype,
     sink_gradient,
 )
+from ejkernel.torch.inputs import Lengths
 from ejkernel.torch.pattern import Pattern
 from ejkernel.types.visibility import Tokens, pattern_cells, visible
 
 # logits that are in memory at a time
 _MOST_LOGITS = 2**22
-_NAMES_OF_LENGTHS = ("q_segments", "kv_segments", "q_positions", "kv_positions")
 
 
 class Tiles(NamedTuple):
@@ -70,19 +69,20 @@ def _static_tiles(spec: Spec, dims: Dimensions, pattern: str, tile: tuple[int, i
     """Of a call whose mask has no lengths in it: known from its shapes."""
     shapes = {"query": (dims.B, dims.T, dims.H, dims.D), "value": (dims.B, dims.S, dims.Hkv, dims.Dv)}
     arrays: dict[str, Any] = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
-    if pattern:
-        arrays["pattern"] = Pattern.known(pattern).for_heads(dims.H)
-    return _visited_tiles(Call(spec, arrays), tile)
+    return _visited_tiles(Call(spec, arrays | _cells(pattern, dims.H)), tile)
 
 
 def _tiles(call: Any, options: Options, tile: tuple[int, int]) -> Tiles:
     dims = dimensions(call)
     if "q_segments" not in call:
         return _static_tiles(call.spec, dims, options.pattern, tile)
-    arrays: dict[str, Any] = {name: x.detach().numpy() for name, x in call.arrays.items() if name in _NAMES_OF_LENGTHS}
-    if options.pattern:
-        arrays["pattern"] = Pattern.known(options.pattern).for_heads(dims.H)
-    return _visited_tiles(Call(call.spec, {**arrays, "query": call["query"], "value": call["value"]}), tile)
+    lengths = {name: call[name].detach().numpy() for name in Lengths._fields}
+    arrays = {"query": call["query"], "value": call["value"], **lengths, **_cells(options.pattern, dims.H)}
+    return _visited_tiles(Call(call.spec, arrays), tile)
+
+
+def _cells(pattern: str, heads: int) -> dict[str, Any]:
+    return {"pattern": Pattern.known(pattern).for_heads(heads)} if pattern else {}
 
 
 # One batch of tiles -----------------------------------------------------------------------------------------
@@ -130,13 +130,11 @@ class _Batch(NamedTuple):
     masked: Tensor  # (m,) the tiles that need a mask
 
 
-@dataclass
 class _Problem:
-    call: Any  # a `Call` on tensors
-    options: Options
+    """A `Call` on tensors, in float32 and in blocks of queries and keys."""
 
-    def __post_init__(self) -> None:
-        call = self.call
+    def __init__(self, call: Any, options: Options):
+        self.call, self.options = call, options
         self.spec: Spec = call.spec
         self.dims = dimensions(call)
         self.tile = _tile(self.options, self.spec, self.dims)
@@ -149,13 +147,10 @@ class _Problem:
         self.key, self.value = _with_nan_rows(key, _nonfinite_rows(value)), _nonfinite_zeroed(value)
         if self.options.pattern:
             self.cells = torch.from_numpy(np.array(Pattern.known(self.options.pattern).for_heads(self.dims.H)))
-        self._positions_in_tiles()
-
-    def _positions_in_tiles(self) -> None:
-        """Positions and segments by blocks; keys and queries past the end are in no segment."""
-        T, S, call = self.dims.T, self.dims.S, self.call
+        # positions and segments by blocks; keys and queries past the end are in no segment
+        T, S = self.dims.T, self.dims.S
         at_q, at_k = torch.arange(T)[None], torch.arange(S)[None]
-        given = [call.get(name) for name in _NAMES_OF_LENGTHS]
+        given = [call.get(name) for name in Lengths._fields]
         q_seg, k_seg, q_pos, k_pos = given if given[0] is not None else (at_q * 0, at_k * 0, at_q + (S - T), at_k)
         self.q_segments, self.kv_segments = _per_block(q_seg, self.tile[0], -1), _per_block(k_seg, self.tile[1], -1)
         self.q_positions, self.kv_positions = _per_block(q_pos, self.tile[0], 0), _per_block(k_pos, self.tile[1], 0)
@@ -197,9 +192,7 @@ class _Problem:
         q_pos, k_pos = cut(self.q_positions, i)[:, :, None], cut(self.kv_positions, j)[:, None, :]
         queries = Tokens(q_pos, cut(self.q_segments, i)[:, :, None])
         keys = Tokens(k_pos, cut(self.kv_segments, j)[:, None, :])
-        rules = []
-        if self.options.pattern:
-            rules = self._shown(h, i, j, q_pos, k_pos)
+        rules = self._shown(h, i, j, q_pos, k_pos) if self.options.pattern else []
         pairs = torch.ones((len(b), *self.tile), dtype=torch.bool)
         return visible(queries, keys, self.spec.band, pairs=pairs, also=rules)
 
@@ -216,16 +209,31 @@ class _Problem:
         cells = pattern_cells(self.cells, q_pos.clamp(0, last_q), k_pos.clamp(0, last_k), block, (0, head))
         return [inside_q, inside_k, cells]
 
+    def joined(self, blocks: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """(..., heads * blocks, block, dim) to the length, heads and memory of one of q, k and v."""
+        like = self.call[name]
+        (B, L, H, _), D = like.shape, blocks.shape[-1]
+        heads_first = are_heads_first(*(self.call[name] for name in ("query", "key", "value")))
+        rows = empty_rows(like, (B, L, H, D), heads_first, dtype or like.dtype)
+        return rows.copy_(blocks.reshape(B, H, -1, D)[:, :, :L].transpose(1, 2))
+
 
 # Both passes ------------------------------------------------------------------------------------------------
 
 
-def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return _forward(_Problem(canonical(tensors, options), options))
+def _of_tensors(computed: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass over a `_Problem` as one over tensors and options, without autograd and autocast."""
+
+    @wraps(computed)
+    def run(tensors: Tensors, options: Options, *others: Any) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return computed(_Problem(canonical(tensors, options), options), *others)
+
+    return run
 
 
-def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
+@_of_tensors
+def forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     dims, call, (BQ, _) = problem.dims, problem.call, problem.tile
     # rows that see nothing stay as they start
     outputs = torch.zeros((dims.B, dims.H, problem.rows, BQ, dims.Dv))
@@ -248,20 +256,12 @@ def _forward(problem: _Problem) -> tuple[Tensor, Tensor]:
         row_sum = torch.where(seen, row_sum, 1.0)
         outputs[at] = out / row_sum[..., None]
         lse[at] = torch.where(seen, safe_max + torch.log(row_sum), -torch.inf)
-    heads_first = are_heads_first(*(call[name] for name in ("query", "key", "value")))
-    out = empty_rows(call["query"], (dims.B, dims.T, dims.H, dims.Dv), heads_first, output_dtype(call["query"]))
-    out.copy_(outputs.reshape(dims.B, dims.H, -1, dims.Dv)[:, :, : dims.T].transpose(1, 2))
+    out = problem.joined(outputs, "query", output_dtype(call["query"]))
     return out, lse.reshape(dims.B, dims.H, -1)[:, :, : dims.T].contiguous()
 
 
+@_of_tensors
 def backward(
-    tensors: Tensors, options: Options, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return _backward(_Problem(canonical(tensors, options), options), out, lse, dout, dlse)
-
-
-def _backward(
     problem: _Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dims, call, (BQ, BK) = problem.dims, problem.call, problem.tile
@@ -285,31 +285,16 @@ def _backward(
         x = problem.logits(batch, query_with_nan[tile_q], problem.key[tile_k])
         slope = 1.0 if problem.spec.soft_cap is None else 1.0 - (x / problem.spec.soft_cap) ** 2
         p = x.sub_(rows_lse[tile_q][:, :, None]).exp_()
-        ds = (
-            torch.bmm(do, problem.value[tile_k].transpose(1, 2))
-            .sub_(rows_delta[tile_q][:, :, None])
-            .mul_(p)
-            .mul_(slope)
-        )
+        dp = torch.bmm(do, problem.value[tile_k].transpose(1, 2))
+        ds = dp.sub_(rows_delta[tile_q][:, :, None]).mul_(p).mul_(slope)
         if len(batch.masked):  # dp of a hidden value may be inf, and so may the slope of the cap
             ds[batch.masked] = torch.where(p[batch.masked] == 0, 0.0, ds[batch.masked])
         dq[at] = torch.zeros((len(at[0]), BQ, dims.D)).index_add_(0, batch.row, torch.bmm(ds, key[tile_k]))
         slot = (batch.b * dims.Hkv + batch.kv) * problem.columns + batch.j
         dk.index_add_(0, slot, torch.bmm(ds.transpose(1, 2), query[tile_q]))
         dv.index_add_(0, slot, torch.bmm(p.transpose(1, 2), do))
-    heads_first = are_heads_first(*(call[name] for name in ("query", "key", "value")))
-    gradients = (
-        _joined(dq * problem.spec.scale, call["query"], heads_first),
-        _joined(dk.reshape(dims.B, dims.Hkv, -1, BK, dims.D), call["key"], heads_first),
-        _joined(dv.reshape(dims.B, dims.Hkv, -1, BK, dims.Dv), call["value"], heads_first),
+    dq, dk, dv = (
+        problem.joined(dx, name) for name, dx in (("query", dq * problem.spec.scale), ("key", dk), ("value", dv))
     )
     sinks = call.get("sinks")
-    return *gradients, None if sinks is None else sink_gradient(sinks[0], lse, delta)
-
-
-def _joined(blocks: Tensor, like: Tensor, heads_first: bool) -> Tensor:
-    """(B, heads, blocks, block, dim) to the shape and dtype of `like`."""
-    B, L, H, D = like.shape
-    return empty_rows(like, (B, L, H, D), heads_first, like.dtype).copy_(
-        blocks.reshape(B, H, -1, D)[:, :, :L].transpose(1, 2)
-    )
+    return dq, dk, dv, None if sinks is None else sink_gradient(sinks[0], lse, delta)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ejkernel.torch.inputs import Lengths
+
 # rows of queries that one tile holds
 MOST_ROWS = 64
 # keys that a split has at least
 _FEWEST_KEYS = 512
-
-LENGTHS = ("q_segments", "kv_segments", "q_positions", "kv_positions")
 
 
 class Arrangement(NamedTuple):
@@ -31,10 +31,9 @@ class Arrangement(NamedTuple):
 def static_lengths(arrangement: Arrangement) -> dict[str, np.ndarray]:
     """Segments and positions, int32 (B * splits, length), of the arranged call."""
     B, T, S, group, splits = arrangement
-    q = np.tile((np.arange(T) + (S - T)).repeat(group), (B * splits, 1))
-    k = np.tile(np.arange(S).reshape(splits, -1), (B, 1))
-    arrays = {"q_segments": q * 0, "kv_segments": k * 0, "q_positions": q, "kv_positions": k}
-    return {name: x.astype(np.int32) for name, x in arrays.items()}
+    q = np.tile((np.arange(T, dtype=np.int32) + (S - T)).repeat(group), (B * splits, 1))
+    k = np.tile(np.arange(S, dtype=np.int32).reshape(splits, -1), (B, 1))
+    return dict(zip(Lengths._fields, (q * 0, k * 0, q, k), strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -54,7 +53,7 @@ def arranged_lengths(call: Any, group: int, splits: int) -> dict[str, Tensor]:
     """The segments and positions of a call that has some, for the arranged one."""
     B, T = call["q_segments"].shape
     lengths = {}
-    for name in LENGTHS:
+    for name in Lengths._fields:
         x = call[name]
         if name.startswith("q"):
             x = x.view(B, 1, T, 1).expand(-1, splits, -1, group).reshape(B * splits, T * group)

@@ -82,10 +82,7 @@ def _packed(query: Tensor, key: Tensor, cum_q: Any, cum_k: Any) -> Lengths:
         raise ValueError(f"keys have {S} tokens and queries {T}: give cum_seqlens_k")
     queries = cumulative("cum_seqlens_q", cum_q, T, query)
     keys = queries if cum_k is None else cumulative("cum_seqlens_k", cum_k, S, query)
-    if queries.shape != keys.shape:
-        shapes = tuple(queries.shape), tuple(keys.shape)
-        raise ValueError(f"cum_seqlens_q {shapes[0]} and cum_seqlens_k {shapes[1]} must have one length")
-    return packed_lengths(query, key, queries, keys)
+    return packed_lengths(query, key, queries, keys, ("cum_seqlens_q", "cum_seqlens_k"))
 
 
 def _joined_sinks(sinks: Any, query: Tensor) -> Tensor | None:

@@ -144,8 +144,13 @@ def _minus_one_where_negative(x: Tensor) -> Tensor:
     return x >> 31
 
 
-def packed_lengths(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Lengths:
+def packed_lengths(
+    query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, names: tuple[str, str] = ("cu_q", "cu_k")
+) -> Lengths:
     """Of sequences one after the other; tokens past the last are padding. The queries of one are its newest tokens."""
+    if cu_q.shape != cu_k.shape:
+        q_name, k_name = names
+        raise ValueError(f"{q_name} {tuple(cu_q.shape)} and {k_name} {tuple(cu_k.shape)} must have one length")
     last = cu_q.shape[0] - 2
 
     def numbered(cu: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ejkernel.ops import Call
-from ejkernel.torch.calls import Options, Tensors, are_heads_first, canonical, output_dtype, signature
+from ejkernel.torch.calls import Options, Tensors, are_heads_first, canonical, layouts_of, output_dtype
 from ejkernel.torch.few_queries import (
     MOST_ROWS,
     Arrangement,
@@ -27,25 +27,29 @@ from ejkernel.torch.programs import MOVED, Kind, Program, program_of, target_of
 # A call -----------------------------------------------------------------------------------------------------
 
 
-def forward(tensors: Tensors, options: Options, sign: Any = None, splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse. `sign` is the signature of q, k and v, where it is known.
+def forward(
+    tensors: Tensors, options: Options, layouts: Any = None, splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse. `layouts` are those of q, k and v, where they are known.
 
     `splits` is into how many the keys are split, by default as many as fill the device.
     """
     query, key, value, sinks, segments, *_ = tensors
     plain = sinks is None and segments is None and splits is None
-    call_key = (sign or signature(query, key, value), options) if plain else None
+    call_key = (layouts or layouts_of(query, key, value), options) if plain else None
     with _current_device(query):
-        kept = _READY.get(call_key)
-        if kept is not None:
-            return kept.forward({"query": query, "key": key, "value": value})
+        ready = _READY.get(call_key)
+        if ready is not None:
+            return ready.forward({"query": query, "key": key, "value": value})
         heads_first, call = _dense(canonical(tensors, options))
         group, splits = _arrangement(call, options, heads_first, splits)
         if (group, splits) != (1, 1):
             return _arranged(call, options, heads_first, group, splits)
         program = _program(call, options, heads_first)
         if plain and all(call[name].data_ptr() == x.data_ptr() for name, x in zip(MOVED, tensors)):
-            _keep(call_key, program)
+            if len(_READY) >= _MOST_READY:
+                _READY.clear()
+            _READY[call_key] = program  # the next call like this one has it at once
         return program.forward(dict(call.arrays))
 
 
@@ -56,21 +60,13 @@ def backward(
         heads_first, call = _dense(canonical(tensors, options))
         dout = _dense_as(dout.to(out.dtype), heads_first)
         dlse = None if dlse is None else dlse.float().contiguous()
-        given: dict[str, Any] = dict(call.arrays)
-        program = _program(call, options, heads_first)
-        return program.backward(given, _dense_as(out, heads_first), lse.contiguous(), dout, dlse)
+        out = _dense_as(out, heads_first)
+        return _program(call, options, heads_first).backward(dict(call.arrays), out, lse.contiguous(), dout, dlse)
 
 
 # programs of plain calls: q, k and v without lengths or sinks, launched on as they lie, neither packed nor split
 _READY: dict[Any, Program] = {}
 _MOST_READY = 256
-
-
-def _keep(call_key: Any, program: Program) -> None:
-    """So that the next call like this one has its program at once."""
-    if len(_READY) >= _MOST_READY:
-        _READY.clear()
-    _READY[call_key] = program
 
 
 _SAME_DEVICE = nullcontext()

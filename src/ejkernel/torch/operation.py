@@ -18,15 +18,15 @@ from ejkernel.torch.inputs import Inputs
 from ejkernel.torch.pattern import Pattern
 
 
-def attend(inputs: Inputs, sinks: Tensor | None, options: Options, sign: Any = None) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, sinks: Tensor | None, options: Options, layouts: Any = None) -> tuple[Tensor, Tensor]:
     """out (B, T, H, Dv) and lse (B, H, T), both differentiable.
 
-    `sign` is the signature of a call that was seen to be of plain tensors, eager, and not empty.
+    `layouts` are the layouts of a call that was seen to be of plain tensors, eager, and not empty.
     """
     query, key, value, lengths = inputs
-    if sign is None and (query.shape[0] == 0 or query.shape[1] == 0 or key.shape[1] == 0):
+    if layouts is None and (query.shape[0] == 0 or query.shape[1] == 0 or key.shape[1] == 0):
         return _nothing_seen(inputs, sinks)
-    if sign is None and (torch.compiler.is_compiling() or query.is_meta or not is_plain(query, key, value)):
+    if layouts is None and (torch.compiler.is_compiling() or query.is_meta or not is_plain(query, key, value)):
         return torch.ops.ejkernel.attention(query, key, value, sinks, *lengths, *options)
     tensors = (query, key, value, sinks, *lengths)
     if torch._C._are_functorch_transforms_active():
@@ -34,7 +34,7 @@ def attend(inputs: Inputs, sinks: Tensor | None, options: Options, sign: Any = N
     trained = query.requires_grad or key.requires_grad or value.requires_grad
     if torch.is_grad_enabled() and (trained or (sinks is not None and sinks.requires_grad)):
         return _Attention.apply(*tensors, options)  # pyright: ignore[reportReturnType]
-    return run_forward(tensors, options, sign)  # at no cost of autograd's
+    return run_forward(tensors, options, layouts)  # at no cost of autograd's
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -71,10 +71,12 @@ def _implementation(query: Tensor) -> Any:
     return _module("cpu")
 
 
-def run_forward(tensors: Tensors, options: Options, sign: Any = None) -> tuple[Tensor, Tensor]:
-    """`sign` is the signature of q, k and v, where it is known: launches are looked up by it."""
+def run_forward(tensors: Tensors, options: Options, layouts: Any = None) -> tuple[Tensor, Tensor]:
+    """`layouts` are those of q, k and v, where they are known: launches are looked up by them."""
     module = _implementation(tensors[0])
-    return module.forward(tensors, options, sign) if module is _module("launches") else module.forward(tensors, options)
+    return (
+        module.forward(tensors, options, layouts) if module is _module("launches") else module.forward(tensors, options)
+    )
 
 
 def run_backward(
@@ -86,11 +88,6 @@ def run_backward(
     return module.backward(tensors, options, out, lse, dout, dlse)
 
 
-def _kept(pattern: str) -> Pattern | None:
-    """Something to hold on to: the backward may come when the module is gone."""
-    return Pattern.known(pattern) if pattern else None
-
-
 # Eager ------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +97,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         tensors, options = args[:-1], args[-1]
         outputs = run_forward(tensors, options)
-        _remember(ctx, tensors, options, outputs)
+        _save_for_backward(ctx, tensors, options, outputs)
         return outputs
 
     @staticmethod
@@ -114,9 +111,10 @@ class _Attention(torch.autograd.Function):
         return (*wanted, None, None, None, None, None)
 
 
-def _remember(ctx: Any, tensors: Tensors, options: Options, outputs: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, tensors: Tensors, options: Options, outputs: tuple[Tensor, Tensor]) -> None:
     ctx.options = options
-    ctx.pattern = _kept(options.pattern)
+    # the backward may come when the module, and with it the pattern, is gone
+    ctx.pattern = Pattern.known(options.pattern) if options.pattern else None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*outputs, *tensors)
 
@@ -130,61 +128,34 @@ class _Transformed(_Attention):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _remember(ctx, inputs[:-1], inputs[-1], output)
+        _save_for_backward(ctx, inputs[:-1], inputs[-1], output)
 
 
 # Compiled ---------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("ejkernel::attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    q_segments: Tensor | None,
-    kv_segments: Tensor | None,
-    q_positions: Tensor | None,
-    kv_positions: Tensor | None,
-    scale: float,
-    lo: int | None,
-    hi: int | None,
-    soft_cap: float | None,
-    pattern: str,
-    block_m: int,
-    block_n: int,
-) -> tuple[Tensor, Tensor]:
-    tensors = (query, key, value, sinks, q_segments, kv_segments, q_positions, kv_positions)
-    return run_forward(tensors, Options(scale, lo, hi, soft_cap, pattern, block_m, block_n))
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+    "Tensor? q_segments, Tensor? kv_segments, Tensor? q_positions, Tensor? kv_positions"
+)
+# those of `Options`
+_OPTIONS = "float scale, SymInt? lo, SymInt? hi, float? soft_cap, str pattern, SymInt block_m, SymInt block_n"
+_FORWARD = f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
-@torch.library.custom_op("ejkernel::attention_backward", mutates_args=())
-def _attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    q_segments: Tensor | None,
-    kv_segments: Tensor | None,
-    q_positions: Tensor | None,
-    kv_positions: Tensor | None,
-    scale: float,
-    lo: int | None,
-    hi: int | None,
-    soft_cap: float | None,
-    pattern: str,
-    block_m: int,
-    block_n: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = (query, key, value, sinks, q_segments, kv_segments, q_positions, kv_positions)
-    options = Options(scale, lo, hi, soft_cap, pattern, block_m, block_n)
-    *gradients, dsinks = run_backward(dout, dlse, out, lse, tensors, options)
+@torch.library.custom_op("ejkernel::attention", mutates_args=(), schema=_FORWARD)
+def _attention(*args: Any) -> Any:
+    return run_forward(args[:8], Options(*args[8:]))
+
+
+@torch.library.custom_op("ejkernel::attention_backward", mutates_args=(), schema=_BACKWARD)
+def _attention_backward(dout: Any, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> Any:
+    *gradients, dsinks = run_backward(dout, dlse, out, lse, args[:8], Options(*args[8:]))
     # an op has no optional outputs
-    return (*gradients, query.new_empty(0) if dsinks is None else dsinks)  # pyright: ignore[reportReturnType]
+    return (*gradients, out.new_empty(0) if dsinks is None else dsinks)
 
 
 @_attention.register_fake
@@ -202,8 +173,8 @@ def _(dout: Any, dlse: Any, out: Any, lse: Any, query: Tensor, key: Tensor, valu
     return (*gradients, query.new_empty(0) if sinks is None else torch.empty_like(sinks))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _remember(ctx, inputs[:8], Options(*inputs[8:]), output)
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save_for_backward(ctx, inputs[:8], Options(*inputs[8:]), output)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -212,4 +183,4 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     return (*gradients, None if tensors[3] is None else dsinks, *(None,) * 11)
 
 
-_attention.register_autograd(_differentiate, setup_context=_keep)
+_attention.register_autograd(_differentiate, setup_context=_save_inputs)

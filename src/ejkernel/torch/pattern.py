@@ -150,7 +150,17 @@ def is_kv_cache_efficient(blocks: np.ndarray) -> bool:
 
 
 # kept, because the layers of a model ask for the same
-local_stride = lru_cache(maxsize=32)(local_stride_blocks)
+_local_stride_blocks = lru_cache(maxsize=32)(local_stride_blocks)
+
+
+def local_stride(
+    num_heads: int, rows: range, columns: range, local_blocks: Any, vert_stride: int, *, homo_head: bool, **options: Any
+) -> np.ndarray:
+    """Bool (heads|1, rows, columns), of arguments as dkernel's callers give them."""
+    local_blocks = tuple(local_blocks) if isinstance(local_blocks, list) else local_blocks
+    options["offset"] = static_int("head_sliding_offset", options["offset"])
+    homo_head = flag("homo_head", homo_head)
+    return _local_stride_blocks(num_heads, rows, columns, local_blocks, vert_stride, homo_head=homo_head, **options)
 
 
 def get_sparse_attn_mask(
@@ -218,13 +228,13 @@ def get_sparse_attn_mask(
         num_heads,
         range(q_start // block_size, -(-(q_start + T) // block_size)),
         range(kv_start // block_size, -(-(kv_start + S) // block_size)),
-        tuple(local_blocks) if isinstance(local_blocks, list) else local_blocks,
+        local_blocks,
         vert_stride,
-        homo_head=flag("homo_head", homo_head),
+        homo_head=homo_head,
         num_dense_heads=num_dense_heads,
         num_kv_heads=num_kv_heads,
         head_step=None if head_sliding_step is None else static_int("head_sliding_step", head_sliding_step),
-        offset=static_int("head_sliding_offset", head_sliding_offset),
+        offset=head_sliding_offset,
         causal=causal,
         relative=(vert_position_type or ("absolute" if causal else "relative")) == "relative",
     )

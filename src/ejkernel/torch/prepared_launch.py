@@ -55,7 +55,7 @@ class PreparedLaunch:
         filled = [self.fixed.get(a, a) if isinstance(a, str) else a for a in self.arguments]
         self._values = [*filled, *self.constants.values()]
         self._slots = [(i, a) for i, a in enumerate(filled) if isinstance(a, str)]
-        self._again: Any = None
+        self._compiled_launch: Any = None
 
     def run(self, tensors: Mapping[str, Tensor], compiled: bool, aligned: bool) -> None:
         if not compiled:
@@ -63,15 +63,15 @@ class PreparedLaunch:
         values = self._values.copy()
         for i, name in self._slots:
             values[i] = tensors[name]
-        if aligned and self._again is not None:
-            return self._again(*values)
+        if aligned and self._compiled_launch is not None:
+            return self._compiled_launch(*values)
         from ejkernel.bridge.private_triton import launch_and_keep
 
         options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": True}
         launch = launch_and_keep(self.kernel, self.grid, values, **options)
         if aligned:
             # what Triton would look up again at every call: this kernel, compiled for aligned tensors and these scalars
-            self._again = launch
+            self._compiled_launch = launch
         return None
 
     def described(self, tensors: Mapping[str, Tensor]) -> tuple[Launch, list[str]]:

@@ -41,11 +41,6 @@ class Kind(NamedTuple):
     arrangement: Arrangement | None = None
 
 
-@lru_cache(maxsize=256)
-def program_of(kind: Kind) -> "Program":
-    return Program(kind)
-
-
 @lru_cache
 def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
@@ -159,7 +154,11 @@ class Program:
         if not self.static:
             if key not in self.schedule_launches:
                 self.schedule_launches[key] = self._schedule_launches(tile, side)
-            return self._schedule_from_lengths(self.schedule_launches[key], tensors, aligned)
+            launches = self.schedule_launches[key]
+            written = {name: self.fixed["nothing"].new_empty(shape) for name, shape in launches.shapes.items()}
+            for launch in (launches.extents, launches.rows):
+                launch.run({**tensors, **written}, self.compiled, aligned)
+            return DeviceSchedule(written["rows"], written.get("index"))
         if key not in self.schedules:
             arrays: dict[str, Any] = dict(self.call.arrays)
             if self.pattern is not None:
@@ -169,15 +168,6 @@ class Program:
             schedule, order = family.scheduled(Call(self.kind.spec, arrays), tile, side, np)
             self.schedules[key] = _on_device(schedule, order, self.kind.device)
         return self.schedules[key]
-
-    def _schedule_from_lengths(
-        self, launches: ScheduleLaunches, tensors: Mapping[str, Tensor], aligned: bool
-    ) -> DeviceSchedule:
-        written = {name: self.fixed["nothing"].new_empty(shape) for name, shape in launches.shapes.items()}
-        given = {**tensors, **written}
-        launches.extents.run(given, self.compiled, aligned)
-        launches.rows.run(given, self.compiled, aligned)
-        return DeviceSchedule(written["rows"], written.get("index"))
 
     def _schedule_launches(self, tile: Tile, side: Side) -> ScheduleLaunches:
         from ejkernel.kernels.softmax.triton.schedule import EXTENTS, extents_kernel, rows_kernel
@@ -332,6 +322,9 @@ class Program:
             lse = torch.where(torch.isneginf(lse), torch.inf, lse)
             dsinks = sink_gradient(tensors["sinks"][0], lse, rows_delta[:, :, :T])
         return dq, dk, dv, dsinks
+
+
+program_of = lru_cache(maxsize=256)(Program)
 
 
 def _kernel(name: str) -> Any:

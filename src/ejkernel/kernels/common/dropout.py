@@ -1,8 +1,8 @@
 """Dropout bits from a counter: the same on every platform, for they depend on (seed, batch, head, query, key) only.
 
 The counter of a pair is `seed + query * STEP_QUERY + key * STEP_KEY`. Tokens that begin elsewhere, as on a device that
-has a part of a sequence, so only change the seed (`moved`). With these steps no two pairs within 60000 queries and keys
-of each other have the same counter.
+holds a shard of a sequence, so only change the seed (`moved`). With these multipliers no two pairs within 60000 queries
+and keys of each other have the same counter.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The online softmax of rows in jax.numpy: tile by tile, and put together from results computed independently."""
+"""The online softmax of rows in jax.numpy: tile by tile, and merged from results computed independently."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# a hidden logit, below every finite one whatever a bias is; a row of nothing else is taken against 0: `_base`
+# a hidden logit, below every finite one whatever a bias is; exponentials of a row of nothing else: see `_base`
 MASKED = -float("inf")
 
 

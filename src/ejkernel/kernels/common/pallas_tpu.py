@@ -1,4 +1,4 @@
-"""What every Pallas kernel for TPUs needs: the chips, a launch, and turns between rows and columns of a tile."""
+"""What every Pallas kernel for TPUs needs: the chips, a launch, and transposes of tiles."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Chip:
 
     @property
     def vmem_budget(self) -> int:
-        """Seven eighths: the rest is for what the compiler keeps beside a kernel's own arrays."""
+        """Seven eighths: the rest is for what the compiler keeps beside a kernel's arrays."""
         return self.vmem_bytes * 7 // 8
 
 
@@ -131,7 +131,7 @@ def launch(
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """A 32-bit tile (m, n) as (n, m). Where m or n is 1 it passes through a full tile, as the hardware turns those."""
+    """A 32-bit tile (m, n) as (n, m). The hardware transposes full tiles: it passes through one where m or n is 1."""
     m, n = x.shape
     wide = jnp.broadcast_to(x, (LANES if m == 1 else m, LANES if n == 1 else n)).T
     return wide[: 1 if n == 1 else n, : 1 if m == 1 else m]

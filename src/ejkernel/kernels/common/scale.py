@@ -13,6 +13,6 @@ def with_static_scale(name: str, query: jax.Array, scale: Any) -> tuple[jax.Arra
     """The queries and a static scale, `D ** -0.5` where None is given; a traced one is multiplied into the queries."""
     if not isinstance(scale, jax_core.Tracer):
         return query, query.shape[-1] ** -0.5 if scale is None else number(name, scale)
-    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.number):
+    if scale.shape != () or not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name} must be a number, got {scale.dtype} of shape {scale.shape}")
     return (query.astype(jnp.float32) * scale.astype(jnp.float32)).astype(query.dtype), 1.0

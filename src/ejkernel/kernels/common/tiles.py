@@ -1,4 +1,4 @@
-"""One tile of softmax attention in jax.numpy: what XLA and Pallas kernels share."""
+"""Tiles of attention in jax.numpy: what XLA and Pallas kernels share."""
 
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ def uncapped_gradient(gradient: jax.Array, logits: jax.Array, soft_cap: float | 
 # exp(x) on [-log(2) / 2, log(2) / 2] but for its constant, 1: the least relative error, 9e-8, of these degrees
 _EXP = (0.0082903106, 0.041897933, 0.16667636, 0.49999149, 0.99999971)
 _LOG2_E = 1.4426950408889634
-# log(2) in two parts, the first of so few bits that its product with a whole number is exact
+# log(2) as a sum of two, the first of so few bits that its product with a whole number is exact
 _LOG_2, _LOG_2_LOW = 0.693359375, -2.12194440e-4
 # added to a whole number n, it leaves n + 127 in the last bits, where the exponent of 2^n has it
 _ROUNDED = np.float32(1.5 * 2**23 + 127)

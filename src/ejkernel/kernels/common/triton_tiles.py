@@ -102,11 +102,11 @@ def guarded_dot(b_w, b_rows, m_seen, b_acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def online_softmax(b_max, b_tile_max, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.constexpr = False):
-    """A step of the online softmax, from the running maxima of rows and those of a tile.
+    """One update of the online softmax, from the running maxima of rows and those of a tile.
 
     Returns the new running maxima, what weights are taken against (`exp2(logits - base)`), and by how much the sums so
     far shrink. MAY_BE_EMPTY: a row may have seen nothing yet, and its base is 0: -inf - 0, not -inf - -inf. Logits are
-    in units of log2, which are out of range for those below -2.36e38, or with NATURAL in their own.
+    in units of log2, which are out of range for those below -2.36e38, or with NATURAL in natural units.
     """
     b_new = tl.maximum(b_max, b_tile_max)
     b_base = b_new

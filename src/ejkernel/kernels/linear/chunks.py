@@ -9,8 +9,8 @@ it is the product of two factors, from j to that boundary and from the boundary 
 
 with a matrix of zeros and ones that says, for every token, which decays lie between it and the boundary of its block
 of 2 s tokens. What is left are pairs inside blocks of `NEAR` tokens. Those are relative to the middle of their block:
-one factor may be above 1, but at most exp(4 * 15), for decays are cut off at exp(-15) there: 3e-7 against the token's
-own part, which is exact. All sums are products with such matrices, of numbers of one sign: nothing cancels.
+one factor may be above 1, but at most exp(4 * 15), for decays are cut off at exp(-15) there: 3e-7 against what the
+token gives itself, which is exact. All sums are products with such matrices, of numbers of one sign: nothing cancels.
 """
 
 from functools import cache
@@ -57,7 +57,7 @@ def _level(chunk: int, half: int, deferred: bool) -> Level:
 
 @cache
 def near(chunk: int, deferred: bool) -> Level:
-    """The pairs inside blocks of NEAR tokens, each token's own left out; `reach` is -1 before the middle."""
+    """The pairs inside blocks of NEAR tokens, none of a token with itself; `reach` is -1 before the middle."""
     token = np.arange(chunk)
     row, column = token[:, None], token[None, :]
     size = min(NEAR, chunk)

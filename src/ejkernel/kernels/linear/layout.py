@@ -1,15 +1,13 @@
 """Tokens to chunks and back."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
+from ejkernel.kernels.common.packed_chunks import chunks_of_tokens, max_packed_chunks, packed_chunks
 from ejkernel.kernels.linear.scans import Scan
-from ejkernel.types.segments import searched
 
 
 class Layout(NamedTuple):
@@ -20,7 +18,7 @@ class Layout(NamedTuple):
         valid: (B or 1, rows, chunk): which of them there are.
         first: (B or 1, rows): whether a chunk is the first of its sequence.
         sequence: (B or 1, rows).
-        slots: (B or 1, T): of every token its index among those of all chunks, past the end for padding.
+        token_index: (B or 1, T): of every token its number among those of all chunks, past the end for padding.
         last: (B or 1, N): the last chunk of each sequence, -1 if it has none.
     """
 
@@ -31,7 +29,7 @@ class Layout(NamedTuple):
     valid: Any
     first: Any
     sequence: Any
-    slots: Any
+    token_index: Any
     last: Any
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -52,8 +50,8 @@ class Layout(NamedTuple):
         x = x.reshape(B, rows * chunk, *trailing)
         if self.tokens is None:
             return x[:, : self.T]
-        slots = jnp.broadcast_to(self.slots, (B, self.T))
-        return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x, slots)
+        index = jnp.broadcast_to(self.token_index, (B, self.T))
+        return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x, index)
 
     def final_states(self, starts: jax.Array, state: jax.Array, after: jax.Array | None) -> jax.Array:
         """(B, N, H, A, C): of those after every chunk, the last; a sequence without tokens keeps its start."""
@@ -79,13 +77,7 @@ def layout_of(scan: Scan, chunk: int) -> Layout:
     valid = tokens < packed.end[..., None]
     sequence = jnp.clip(packed.sequence, 0, max(N - 1, 0))
     first = packed.start == jax.vmap(lambda cu, index: cu[index])(cu, sequence)
-    slots = jax.vmap(partial(_slots, T, chunk))(cu, packed.first_row)
+    row, position = chunks_of_tokens(cu, chunk, T)
+    index = jnp.where(row < 0, np.iinfo(np.int32).max, row * chunk + position)
     last = jnp.where(jnp.diff(cu) > 0, packed.first_row[:, 1:] - 1, -1)
-    return Layout(T, chunk, N, jnp.where(valid, tokens, 0), valid, first, sequence, slots, last)
-
-
-def _slots(T: int, chunk: int, cu: jax.Array, first_row: jax.Array) -> jax.Array:
-    token = np.arange(T, dtype=np.int32)
-    sequence = searched(cu, token) - 1
-    slot = first_row[sequence] * chunk + token - cu[sequence]
-    return jnp.where((sequence >= 0) & (sequence < cu.size - 1), slot, np.iinfo(np.int32).max)
+    return Layout(T, chunk, N, jnp.where(valid, tokens, 0), valid, first, sequence, index, last)

@@ -59,8 +59,8 @@ class Scan:
         with_state: whether the final state is.
         factor: (B, T, H, C): `products` are wanted, of this and the output without what a token gives itself, float32;
             with `outer` of every channel (B, T, H, C), else their sum over the channels (B, T, H).
-        minuend: products of another scan; then the result is instead the sum along this scan of those minus its own,
-            float32 or, with `outer`, perhaps in its dtype: it is the gradient of that.
+        minuend: products of another scan; then the result is instead the sum along this scan of those minus this one's
+            products, float32 or, with `outer`, perhaps in its dtype: it is the gradient of that.
         sums_start: what that sum starts with, (B, N, H, C) or (B, N, H); zero if None.
     """
 
@@ -145,37 +145,38 @@ def forward(call: Call, run_scan: RunScan) -> tuple[Arrays, Arrays]:
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, run_scan: RunScan) -> Arrays:
     """Every gradient; scans for those that nobody uses are left out by the compiler."""
     run_scan = partial(_run_on_tokens, run_scan)
-    ahead = forward_scan(call)
+    primal = forward_scan(call)
     dout, dstate = cotangents.get("out"), cotangents.get("state")
     end = sums_start = None
     if dstate is not None:
         # an output is scaled, a state is not: reverse scans keep a gradient of the state without the scale
         end = dstate.astype(jnp.float32) / call.spec.scale
         sums_start = dstate.astype(jnp.float32) * residuals["state"]
-    reverse = replace(ahead, descending=not ahead.descending, deferred=True, start=end, with_out=True, with_state=False)
-    # the decays of all channels of a head: from the side of the values only where their own are wanted anyway
+    descending = not primal.descending
+    reverse = replace(primal, descending=descending, deferred=True, start=end, with_out=True, with_state=False)
+    # the decays of all channels of a head: from the side of the values only where those of values are wanted anyway
     by_value = "gv" in call
     by_key = "gk" in call or ("g" in call and not by_value)
-    gradients = _of_value(call, run_scan, ahead, reverse, dout, sums_start, by_value)
-    gradients |= _of_query_and_key(run_scan, ahead, reverse, dout, sums_start, by_key)
+    gradients = _of_value(call, run_scan, primal, reverse, dout, sums_start, by_value)
+    gradients |= _of_query_and_key(run_scan, primal, reverse, dout, sums_start, by_key)
     if "g" in call:
         gates = gradients["gk" if by_key else "gv"]
         gradients["g"] = gates.sum(-1, dtype=jnp.float32) if gates.ndim == 4 else gates
     if "g_gamma" in call and not call.spec.constant_gamma:
-        gradients["g_gamma"] = _of_gamma(call, run_scan, ahead, dout, dstate)
+        gradients["g_gamma"] = _of_gamma(call, run_scan, primal, dout, dstate)
     return {name: x.astype(call[name].dtype) for name, x in gradients.items() if name in call}
 
 
 def _of_query_and_key(
-    run_scan: RunScan, ahead: Scan, reverse: Scan, dout: jax.Array | None, sums_start: jax.Array | None, gates: bool
+    run_scan: RunScan, primal: Scan, reverse: Scan, dout: jax.Array | None, sums_start: jax.Array | None, gates: bool
 ) -> Arrays:
     """Their gradients; with `gates`, `gk` is that of the key channels' decays, or their sum where they have none."""
-    q, k, v, inner, outer = ahead.a, ahead.b, ahead.c, ahead.outer, ahead.inner
+    q, k, v, inner, outer = primal.a, primal.b, primal.c, primal.outer, primal.inner
     if dout is None:
         dquery, dout = jnp.zeros_like(q), jnp.zeros_like(v)
         minuend = jnp.zeros(k.shape if outer is not None else k.shape[:3], jnp.float32) if gates else None
     else:
-        of_query = replace(ahead, a=dout, b=v, c=k, inner=inner, outer=outer, start=_transposed(ahead.start))
+        of_query = replace(primal, a=dout, b=v, c=k, inner=inner, outer=outer, start=_transposed(primal.start))
         dquery, _, minuend = run_scan(replace(of_query, with_out=True, with_state=False, factor=q if gates else None))
     of_key = replace(reverse, a=v, b=dout, c=q, inner=inner, outer=outer, start=_transposed(reverse.start))
     if gates:
@@ -188,18 +189,18 @@ def _of_query_and_key(
 def _of_value(
     call: Call,
     run_scan: RunScan,
-    ahead: Scan,
+    primal: Scan,
     reverse: Scan,
     dout: jax.Array | None,
     sums_start: jax.Array | None,
     gates: bool,
 ) -> Arrays:
     """The gradients of the values and the initial state; with `gates`, of the value channels' decays too."""
-    q, k, v = ahead.a, ahead.b, ahead.c
+    q, k, v = primal.a, primal.b, primal.c
     if gates:
         sums_start = None if sums_start is None else sums_start.sum(-2)
         zeros = jnp.zeros(v.shape, jnp.float32)
-        minuend = zeros if dout is None else run_scan(replace(ahead, with_out=False, factor=dout)).products
+        minuend = zeros if dout is None else run_scan(replace(primal, with_out=False, factor=dout)).products
         reverse = replace(reverse, factor=v, minuend=minuend, sums_start=sums_start)
     reverse = replace(reverse, a=k, b=q, c=jnp.zeros_like(v) if dout is None else dout)
     dv, dstate, dgv = run_scan(replace(reverse, with_state="initial_state" in call))
@@ -215,11 +216,11 @@ def _transposed(state: jax.Array | None) -> jax.Array | None:
 
 
 def _of_gamma(
-    call: Call, run_scan: RunScan, ahead: Scan, dout: jax.Array | None, dstate: jax.Array | None
+    call: Call, run_scan: RunScan, primal: Scan, dout: jax.Array | None, dstate: jax.Array | None
 ) -> jax.Array:
     """The gradient (B or 1, H) of the decays that all tokens have."""
     _, state, products = run_scan(
-        replace(ahead, tangent=True, with_out=False, with_state=dstate is not None, factor=dout)
+        replace(primal, tangent=True, with_out=False, with_state=dstate is not None, factor=dout)
     )
     gradient = jnp.zeros((1, 1), jnp.float32)
     if products is not None:

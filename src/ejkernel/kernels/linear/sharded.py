@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -93,21 +94,20 @@ def _before(
 ) -> jax.Array:
     """The state before a device's tokens: of all devices that come before it, after the initial state."""
 
-    def from_earlier(x: jax.Array, distance: int) -> jax.Array:
+    def from_earlier(distance: int) -> _Transition:
         """That of the device so far before this one; zeros where there is none."""
-        step = -distance if reverse else distance
-        pairs = [(i, i + step) for i in range(devices) if 0 <= i + step < devices]
-        return lax.ppermute(x, axes, pairs)
+        offset = -distance if reverse else distance
+        pairs = [(i, i + offset) for i in range(devices) if 0 <= i + offset < devices]
+        return _Transition(*(lax.ppermute(x, axes, pairs) for x in transition))
 
     distance = 1
     while distance < devices:
-        earlier = _Transition(*(from_earlier(x, distance) for x in transition))
-        both = transition.after(earlier)
-        pairs = zip(both, transition, strict=True)
-        transition = _Transition(*(jnp.where(order >= distance, x, y) for x, y in pairs))
+        both = transition.after(from_earlier(distance))
+        transition = jax.tree.map(partial(jnp.where, order >= distance), both, transition)
         distance *= 2
-    before = _Transition(*(from_earlier(x, 1) for x in transition))
+    state, *kept = from_earlier(1)
+    if initial is None:
+        return state
     # the first device has got zeros, and keeps all of the initial state
-    before = before._replace(keep_k=jnp.where(order == 0, 1.0, before.keep_k))
-    before = before._replace(keep_v=jnp.where(order == 0, 1.0, before.keep_v))
-    return before.state if initial is None else before.keep_k * initial * before.keep_v + before.state
+    keep_k, keep_v = (jnp.where(order == 0, 1.0, x) for x in kept)
+    return keep_k * initial * keep_v + state

@@ -9,8 +9,9 @@ import numpy as np
 from jax import core as jax_core
 
 from ejkernel.checks.arrays import cumulative_lengths, float_array
-from ejkernel.checks.options import flag, number, static_int
+from ejkernel.checks.options import flag, static_int
 from ejkernel.kernels.common.batch import Batch, folded, unfolded
+from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.ops import Call, Dims
 
 ARRAYS = {
@@ -85,18 +86,17 @@ def canonicalise(
     batch = _check_shapes(query, key, value)
     *_, T, H, D = query.shape
     Dv = value.shape[-1]
-    per_channel = None if g is None else float_array("g", g).ndim == query.ndim
-    if per_channel:
-        g = _gate("g", g, (*batch, T, H, D))
-        g, gk = None, g if gk is None else _wide("g", g) + _wide("gk", gk)
-    query, scale = _with_static_scale(query, softmax_scale)
+    shapes = {"g": (*batch, T, H), "gk": (*batch, T, H, D), "gv": (*batch, T, H, Dv)}
+    if g is not None and float_array("g", g).ndim == query.ndim:
+        g = _gate("g", g, shapes["gk"])
+        g, gk = None, g if gk is None else g.astype(jnp.float32) + float_array("gk", gk).astype(jnp.float32)
+    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
+    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
+        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
     arrays = {"query": folded(query), "key": folded(key), "value": folded(value)}
-    if g is not None:
-        arrays["g"] = folded(_gate("g", g, (*batch, T, H)), 2)
-    if gk is not None:
-        arrays["gk"] = folded(_gate("gk", gk, (*batch, T, H, D)))
-    if gv is not None:
-        arrays["gv"] = folded(_gate("gv", gv, (*batch, T, H, Dv)))
+    for name, gate in {"g": g, "gk": gk, "gv": gv}.items():
+        if gate is not None:
+            arrays[name] = folded(_gate(name, gate, shapes[name]), len(shapes[name]) - len(batch))
     if g_gamma is not None:
         if isinstance(g_gamma, int | float) and not isinstance(g_gamma, bool):
             g_gamma = np.full(H, g_gamma, np.float32)
@@ -119,8 +119,7 @@ def canonicalise(
         with_state=flag("return_state", return_state),
         constant_gamma=not isinstance(g_gamma, jax_core.Tracer),
     )
-    order = [name for name in ARRAYS if name in arrays]
-    return Call(spec, {name: arrays[name] for name in order})
+    return Call(spec, {name: arrays[name] for name in ARRAYS if name in arrays})
 
 
 def gla_call(
@@ -150,11 +149,9 @@ def lightning_call(
 ) -> Call:
     """The canonical call of lightning attention: a decay per head that the layer decides."""
     shape = float_array("query", query).shape
-    heads = shape[-2] if len(shape) > 1 else 0
-    decay = None
-    if heads:  # else its shape is refused below
-        with jax.transfer_guard("allow"):  # made on the host: sending it is meant
-            decay = jnp.asarray(lightning_decay(heads, layer_idx, num_layers))
+    heads = shape[-2] if len(shape) > 1 else 0  # where there are none, the shape is refused below
+    with jax.transfer_guard("allow"):  # made on the host: sending it is meant
+        decay = jnp.asarray(lightning_decay(heads, layer_idx, num_layers))
     call = canonicalise(query, key, value, None, decay, None, None, initial_state, cu_seqlens, **options)
     return replace(call, spec=replace(call.spec, constant_gamma=True))
 
@@ -165,7 +162,7 @@ def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:
     layer_idx = static_int("layer_idx", layer_idx, 0)
     if layer_idx >= num_layers:
         raise ValueError(f"layer_idx={layer_idx} must be below num_layers={num_layers}")
-    slope = (8.0 / heads) * (1.0 - layer_idx / num_layers)
+    slope = (8.0 / max(1, heads)) * (1.0 - layer_idx / num_layers)
     return (-slope * np.arange(heads)).astype(np.float32)
 
 
@@ -185,7 +182,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
     groups, remainder = divmod(query.shape[-2], key.shape[-2])
     if remainder == 0 and groups > 1 and (*key.shape[:-2], key.shape[-1]) == (*query.shape[:-2], query.shape[-1]):
         raise ValueError(
-            f"key has {key.shape[-2]} heads, query has {query.shape[-2]}: every head has a state of its own, so repeat "
+            f"key has {key.shape[-2]} heads, query has {query.shape[-2]}: every head has a state, so repeat "
             f"keys and values (jnp.repeat(key, {groups}, -2))"
         )
     if key.shape != query.shape:
@@ -195,28 +192,12 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
     return query.shape[:-3]
 
 
-def _wide(name: str, x: Any) -> jax.Array:
-    return float_array(name, x).astype(jnp.float32)
-
-
 def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     """Log decays broadcast to a shape of as many dimensions."""
     x = float_array(name, x)
     if x.ndim != len(shape) or any(size not in (1, needed) for size, needed in zip(x.shape, shape, strict=True)):
         raise ValueError(f"{name} has shape {x.shape}, needed {shape}, where any size may be 1")
     return jnp.broadcast_to(x, shape)
-
-
-def _with_static_scale(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
-    """The queries, and the scale that is part of the program; one that is traced is multiplied into the queries."""
-    if isinstance(scale, jax_core.Tracer):
-        if scale.shape != () or not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
-            raise TypeError(f"softmax_scale must be a number, got {scale.dtype} of shape {scale.shape}")
-        return (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
-    scale = query.shape[-1] ** -0.5 if scale is None else number("softmax_scale", scale)
-    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
-        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
-    return query, scale
 
 
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:

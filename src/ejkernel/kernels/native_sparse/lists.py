@@ -1,4 +1,4 @@
-"""Selections the other way round: for each tile of keys, the entries (a query and one of its blocks) that chose it."""
+"""Selections inverted: for each tile of keys, the entries (a query and one of its blocks) that chose it."""
 
 from typing import NamedTuple
 
@@ -27,32 +27,32 @@ class Entries(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Blocks as tiles of keys: several small blocks in one, or one large block in several parts."""
+    """Blocks as tiles of keys: several small blocks in one, or one large block in several sub-blocks."""
 
     blocks: int
-    parts: int
+    sub_blocks: int
     tiles: int
 
 
 def tiling(N: int, block_size: int, block_k: int) -> Tiling:
     """N blocks as tiles of `block_k` keys."""
-    blocks, parts = max(1, block_k // block_size), max(1, -(-block_size // block_k))
-    return Tiling(blocks, parts, -(-N // blocks) * parts)
+    blocks, sub_blocks = max(1, block_k // block_size), max(1, -(-block_size // block_k))
+    return Tiling(blocks, sub_blocks, -(-N // blocks) * sub_blocks)
 
 
 def entries(call: Call, block_k: int, segment: int) -> Entries:
     """The entries by tiles of `block_k` keys, in items of at most `segment` entries."""
     dims = dimensions(call)
     tiles = tiling(dims.N, call.spec.block_size, block_k)
-    groups = tiles.tiles // tiles.parts
+    groups = tiles.tiles // tiles.sub_blocks
     indices = jnp.moveaxis(call["indices"], 2, 1).reshape(dims.B, dims.Hkv, dims.T * dims.K)
     group = jnp.where(indices >= 0, indices // tiles.blocks, groups)
     group, order = _sorted(group, groups)
-    most = tiles.tiles + tiles.parts * (dims.T * dims.K // segment)
+    most = tiles.tiles + tiles.sub_blocks * (dims.T * dims.K // segment)
 
     def one(group: jax.Array, order: jax.Array) -> tuple[jax.Array, jax.Array]:
         bounds = searched(group, np.arange(groups + 1, dtype=np.int32), "left")
-        first, last = (jnp.repeat(x, tiles.parts) for x in (bounds[:-1], bounds[1:]))
+        first, last = (jnp.repeat(x, tiles.sub_blocks) for x in (bounds[:-1], bounds[1:]))
         items, first_item = _items(first, last, segment, most)
         empty = items[:, 1] == items[:, 2]
         entry = order[jnp.minimum(items[:, 1], order.shape[0] - 1)]

@@ -12,6 +12,7 @@ from ejkernel.kernels.common.struct_call import struct_call
 from ejkernel.kernels.native_sparse import selection
 from ejkernel.kernels.native_sparse.block_table import block_table
 from ejkernel.kernels.native_sparse.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
+from ejkernel.kernels.softmax.operations import of_nothing
 from ejkernel.ops import Call, Dims, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
 
@@ -134,6 +135,7 @@ SELECTED_ATTENTION = Operation(
     splits=_splits(grouped=(("H", "Hkv"),)),
     example=example,
     probes=probes,
+    of_nothing=of_nothing,
 )
 
 SELECT_BLOCKS = Operation(
@@ -149,6 +151,7 @@ SELECT_BLOCKS = Operation(
     splits=SPLITS,
     example=selection_example,
     probes=selection_probes,
+    of_nothing=lambda arrays, zeros: {"indices": jnp.full_like(zeros["indices"], -1)},
     no_gradient="which blocks are selected is not differentiable; the compressed branch trains what selects them",
 )
 

@@ -63,23 +63,24 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
     table = block_table_of(call)
     keys, values = (_compressed(call, name, table.starts) for name in ("key", "value"))
     compressed = _attention(call, call["query"], keys, values, _whole_blocks(spec.block_size, table), dtype)
-    parts = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
+    branches = [("g_cmp", compressed["out"])] if "g_cmp" in call else []
     if "block_indices" in call or "g_slc" in call:
         chosen = selection_call(call["query"], keys, compressed["lse"], table, scale=spec.scale, count=spec.room)
         indices = call["block_indices"] if "block_indices" in call else select(chosen)
         arrays = {name: call[name] for name in ("query", "key", "value")}
         arrays["indices"] = table_rows(indices, call.get("block_counts", spec.count), table)
         arrays |= {"starts": table.starts, "limits": table.limits}
-        parts.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
+        branches.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
     if "g_swa" in call:
         key, limits = jnp.arange(S), table.limits[..., None]
         begin = jnp.maximum(limits - spec.window, _begins(table)[..., None])
         seen = (key < limits) & (key >= begin)
-        parts.append(("g_swa", _attention(call, call["query"], call["key"], call["value"], seen, dtype)["out"]))
-    gates = [call[name].astype(jnp.float32)[..., None] if name in call else 1.0 for name, _ in parts]
-    real = (table.limits > 0)[..., None, None]
-    terms = [jnp.where(real, gate, 0.0) * out.astype(jnp.float32) for gate, (_, out) in zip(gates, parts, strict=True)]
-    return sum(terms[1:], terms[0]).astype(dtype)
+        branches.append(("g_swa", _attention(call, call["query"], call["key"], call["value"], seen, dtype)["out"]))
+    real, total = (table.limits > 0)[..., None, None], 0.0
+    for name, out in branches:
+        gate = call[name].astype(jnp.float32)[..., None] if name in call else 1.0
+        total += jnp.where(real, gate, 0.0) * out.astype(jnp.float32)
+    return jnp.asarray(total, dtype)
 
 
 def select_whole(call: Call, dtype: Any = jnp.float32) -> jax.Array:

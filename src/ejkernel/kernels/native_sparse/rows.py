@@ -1,4 +1,4 @@
-"""Queries a few at a time: what XLA programs of this family loop over."""
+"""Chunks of queries, over which the XLA programs of this family loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from ejkernel.ops.operation import Arrays
 
 
-def cut_rows(rows: Arrays, size: int, fill: dict[str, Any]) -> Arrays:
-    """Arrays (B, T, ...) as (parts, B, size, ...); the last part is filled up with zeros, or with what `fill` says."""
+def query_chunks(rows: Arrays, size: int, fill: dict[str, Any]) -> Arrays:
+    """Arrays (B, T, ...) as (chunks, B, size, ...); the last one is filled up with zeros, or as `fill` says."""
 
     def one(name: str, x: jax.Array) -> jax.Array:
         B, T, *trailing = x.shape
@@ -21,13 +21,13 @@ def cut_rows(rows: Arrays, size: int, fill: dict[str, Any]) -> Arrays:
     return {name: one(name, x) for name, x in rows.items()}
 
 
-def joined_rows(parts: jax.Array, T: int) -> jax.Array:
-    """(parts, B, size, ...) as (B, T, ...)."""
-    n, B, size, *trailing = parts.shape
-    return jnp.moveaxis(parts, 0, 1).reshape(B, n * size, *trailing)[:, :T]
+def joined_chunks(chunks: jax.Array, T: int) -> jax.Array:
+    """(chunks, B, size, ...) as (B, T, ...)."""
+    n, B, size, *trailing = chunks.shape
+    return jnp.moveaxis(chunks, 0, 1).reshape(B, n * size, *trailing)[:, :T]
 
 
-def over_rows(function: Callable[[Arrays], Any], rows: Arrays, size: int, fill: dict[str, Any]) -> Any:
-    """`function` of every part, joined; its results have the queries on axis 1."""
+def over_chunks(function: Callable[[Arrays], Any], rows: Arrays, size: int, fill: dict[str, Any]) -> Any:
+    """`function` of every chunk, joined; its results have the queries on axis 1."""
     T = next(iter(rows.values())).shape[1]
-    return jax.tree.map(lambda x: joined_rows(x, T), jax.lax.map(function, cut_rows(rows, size, fill)))
+    return jax.tree.map(lambda x: joined_chunks(x, T), jax.lax.map(function, query_chunks(rows, size, fill)))

@@ -65,6 +65,6 @@ def assembled(call: Call, best: Any) -> jax.Array:
     taken = jnp.stack(always, -1)[:, :, None]
     count, chosen = call.spec.count, best[..., : call.spec.chosen]
     taken = jnp.broadcast_to(taken, (*chosen.shape[:3], ALWAYS))
-    found = jnp.concatenate([taken, chosen.astype(jnp.int32)], -1)
-    missing = max(0, count - found.shape[-1])
-    return jnp.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)[..., :count]
+    blocks = jnp.concatenate([taken, chosen.astype(jnp.int32)], -1)
+    missing = max(0, count - blocks.shape[-1])
+    return jnp.pad(blocks, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)[..., :count]

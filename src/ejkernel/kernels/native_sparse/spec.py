@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core as jax_core
 
-from ejkernel.checks.arrays import concrete, integers, traced_number
-from ejkernel.checks.options import flag, number, static_int
+from ejkernel.checks.arrays import concrete, integers
+from ejkernel.checks.options import flag, static_int
 from ejkernel.checks.values import check_rows
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
+from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.native_sparse.block_table import BlockTable, block_table, check_lengths
 from ejkernel.kernels.softmax.spec import checked_tokens, joined_sinks, sink_logits
 from ejkernel.ops import Call, Dims
@@ -81,7 +81,7 @@ def canonicalise(
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
     query, key, value, batch, _ = checked_tokens(query, key, value)
-    query, scale = scaled_query(query, softmax_scale)
+    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
     B, T, H, _ = query.shape
     _, S, Hkv, _ = key.shape
     block_size = static_int("block_size", block_size, 1)
@@ -101,13 +101,6 @@ def canonicalise(
     }
     spec = Spec(scale, block_size, flag("return_lse", return_lse))
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
-
-
-def scaled_query(query: jax.Array, softmax_scale: Any) -> tuple[jax.Array, float]:
-    """The query and the scale of its logits; one that is traced is multiplied in, and trained with it."""
-    if isinstance(softmax_scale, jax_core.Tracer):
-        return (query.astype(jnp.float32) * traced_number("softmax_scale", softmax_scale)).astype(query.dtype), 1.0
-    return query, query.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
 
 
 def checked_indices(block_indices: Any, rows: tuple[int, int, int]) -> jax.Array:
@@ -163,13 +156,13 @@ def _table_rows(most: int, indices: jax.Array, counts: Any, table: BlockTable) -
     legal = (indices >= 0) & (indices <= table.own_block[:, :, None, None]) & (number < most)
     if counts is not None:
         legal &= number < counts[..., None]
-    found = jnp.where(legal, indices + table.first_row[:, :, None, None], -1)
+    rows = jnp.where(legal, indices + table.first_row[:, :, None, None], -1)
     if number.size <= _FEW:
-        same = (found[..., :, None] == found[..., None, :]) & (number[:, None] > number)
-        return jnp.where(same.any(-1), -1, found)
-    found = jnp.sort(found, axis=-1)
-    before = jnp.concatenate([jnp.full_like(found[..., :1], -1), found[..., :-1]], axis=-1)
-    return jnp.where(found == before, -1, found)
+        same = (rows[..., :, None] == rows[..., None, :]) & (number[:, None] > number)
+        return jnp.where(same.any(-1), -1, rows)
+    rows = jnp.sort(rows, axis=-1)
+    before = jnp.concatenate([jnp.full_like(rows[..., :1], -1), rows[..., :-1]], axis=-1)
+    return jnp.where(rows == before, -1, rows)
 
 
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:

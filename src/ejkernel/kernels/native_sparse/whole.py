@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ejkernel.checks.arrays import concrete, float_array
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded, folded_broadcast
+from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.native_sparse import spec as selected
 from ejkernel.kernels.native_sparse.block_table import (
     BlockTable,
@@ -76,7 +77,7 @@ def canonicalise(
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
     query, key, value, batch, _ = softmax.checked_tokens(query, key, value)
-    query, scale = selected.scaled_query(query, softmax_scale)
+    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
     B, T, H, D = query.shape
     _, S, Hkv, Dv = value.shape
     block_size = static_int("block_size", block_size, 1)
@@ -167,7 +168,17 @@ def run_whole(call: Call, composite: Composite, shards: Shards) -> jax.Array:
     """out (B, T, H, Dv), on every device's part of the call where the caller says how to split it."""
     if shards.in_specs is None:
         return branches(call, composite)["out"]
-    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, lambda local: branches(local, composite))["out"]
+    return run_sharded(NATIVE_SPARSE_ATTENTION, call, shards, _Branches(composite))["out"]
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """Adds them up, for a device's part of a call."""
+
+    composite: Composite
+
+    def __call__(self, call: Call) -> dict[str, jax.Array]:
+        return branches(call, self.composite)
 
 
 def branches(call: Call, composite: Composite) -> dict[str, jax.Array]:
@@ -295,7 +306,7 @@ def selecting_call(
     """Check a call of `select_blocks` and bring it to the form of a whole call, of which it is a part."""
     compressed_key = float_array("compressed_key", compressed_key)
     query, key, *_ = softmax.checked_tokens(query, compressed_key, compressed_key)
-    query, scale = selected.scaled_query(query, softmax_scale)
+    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
     B, T, _, _ = query.shape
     block_size, count = static_int("block_size", block_size, 1), static_int("block_counts", block_counts, 1)
     S = T if kv_lengths is None else max(T, key.shape[1] * block_size)

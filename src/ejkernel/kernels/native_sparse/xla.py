@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.native_sparse.block_table import first_keys
-from ejkernel.kernels.native_sparse.rows import cut_rows, joined_rows, over_rows
+from ejkernel.kernels.native_sparse.rows import joined_chunks, over_chunks, query_chunks
 from ejkernel.kernels.native_sparse.spec import Dimensions, dimensions
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.ops import Call, Implementation
@@ -66,9 +66,9 @@ def _gather(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
         return jax.lax.dynamic_slice(one, (jnp.minimum(at, rows - size), jnp.int32(0)), (size, D))
 
     over_blocks = jax.vmap(jax.vmap(block, (None, 0)), (None, 0))
-    found = jax.vmap(jax.vmap(over_blocks))(x, first)
+    blocks = jax.vmap(jax.vmap(over_blocks))(x, first)
     B, H, C, K = first.shape
-    return found.reshape(B, H, C, K * size, D)
+    return blocks.reshape(B, H, C, K * size, D)
 
 
 class _Gathered(NamedTuple):
@@ -122,19 +122,19 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     sinks = sinks.reshape(-1, dims.Hkv, 1, dims.G)
 
     def attend(rows: Arrays) -> tuple[jax.Array, jax.Array]:
-        found = _gathered(call, source, rows)
-        logits = call.spec.scale * _product("bhcgd,bhckd->bhcgk", _by_key_head(rows["query"], dims), found.key)
-        logits = jnp.where(found.seen[:, :, :, None], logits, -jnp.inf)
+        gathered = _gathered(call, source, rows)
+        logits = call.spec.scale * _product("bhcgd,bhckd->bhcgk", _by_key_head(rows["query"], dims), gathered.key)
+        logits = jnp.where(gathered.seen[:, :, :, None], logits, -jnp.inf)
         top = jnp.maximum(logits.max(-1), sinks)
         top = jnp.where(jnp.isneginf(top), 0.0, top)
         weights = jnp.exp(logits - top[..., None])
         total = weights.sum(-1) + jnp.exp(sinks - top)
         some = total != 0.0
         total = jnp.where(some, total, 1.0)
-        out = _product("bhcgk,bhckd->bhcgd", weights.astype(found.value.dtype), found.value) / total[..., None]
+        out = _product("bhcgk,bhckd->bhcgd", weights.astype(gathered.value.dtype), gathered.value) / total[..., None]
         return _by_head(out).astype(call["query"].dtype), _by_head(jnp.where(some, top + jnp.log(total), -jnp.inf))
 
-    out, lse = over_rows(attend, _rows(call), min(config.block_q, dims.T), _FILL)
+    out, lse = over_chunks(attend, _rows(call), min(config.block_q, dims.T), _FILL)
     outputs = {"out": out, "lse": lse.swapaxes(1, 2)}
     return outputs, outputs
 
@@ -146,36 +146,36 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     rows |= {"lse": lse.swapaxes(1, 2), "delta": delta.swapaxes(1, 2)}
 
     def add(sums: tuple[jax.Array, jax.Array], rows: Arrays) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        found = _gathered(call, source, rows)
+        gathered = _gathered(call, source, rows)
         query, dout = _by_key_head(rows["query"], dims), _by_key_head(rows["dout"], dims)
         lse, delta = (_by_key_head(rows[name][..., None], dims) for name in ("lse", "delta"))
-        logits = call.spec.scale * _product("bhcgd,bhckd->bhcgk", query, found.key)
-        seen = found.seen[:, :, :, None]
+        logits = call.spec.scale * _product("bhcgd,bhckd->bhcgk", query, gathered.key)
+        seen = gathered.seen[:, :, :, None]
         weights = jnp.where(seen, jnp.exp(logits - lse), 0.0)
-        dlogits = weights * (_product("bhcgd,bhckd->bhcgk", dout, found.value) - delta)
+        dlogits = weights * (_product("bhcgd,bhckd->bhcgk", dout, gathered.value) - delta)
         dlogits = jnp.where(seen, dlogits, 0.0).astype(query.dtype)
-        dquery = call.spec.scale * _product("bhcgk,bhckd->bhcgd", dlogits, found.key)
+        dquery = call.spec.scale * _product("bhcgk,bhckd->bhcgd", dlogits, gathered.key)
         dkey = call.spec.scale * _product("bhcgk,bhcgd->bhckd", dlogits, query)
         dvalue = _product("bhcgk,bhcgd->bhckd", weights.astype(dout.dtype), dout)
-        return (_scattered(sums[0], found, dkey), _scattered(sums[1], found, dvalue)), _by_head(dquery)
+        return (_scattered(sums[0], gathered, dkey), _scattered(sums[1], gathered, dvalue)), _by_head(dquery)
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (source.key, source.value))
     start = varying_like(start, (call.arrays, cotangents))
-    parts = cut_rows(rows, min(config.block_q, dims.T), _FILL | {"lse": jnp.inf})
-    (dkey, dvalue), dquery = jax.lax.scan(add, start, parts)
-    gradients = {"query": joined_rows(dquery, dims.T), "key": dkey, "value": dvalue}
+    chunks = query_chunks(rows, min(config.block_q, dims.T), _FILL | {"lse": jnp.inf})
+    (dkey, dvalue), dquery = jax.lax.scan(add, start, chunks)
+    gradients = {"query": joined_chunks(dquery, dims.T), "key": dkey, "value": dvalue}
     for name in ("key", "value"):
         gradients[name] = gradients[name][:, :, : dims.S].swapaxes(1, 2)
     gradients = {name: x.astype(call[name].dtype) for name, x in gradients.items()}
     return gradients | sink_gradient(call, lse, delta)
 
 
-def _scattered(total: jax.Array, found: _Gathered, rows: jax.Array) -> jax.Array:
+def _scattered(total: jax.Array, gathered: _Gathered, rows: jax.Array) -> jax.Array:
     """`total` (B, Hkv, S', D) and what the gathered keys (B, Hkv, C, K * block_size, D) add to it."""
     # nothing is added where a query may not look: the query itself may be nan there
-    rows = jnp.where(found.seen[..., None], rows, 0.0)
+    rows = jnp.where(gathered.seen[..., None], rows, 0.0)
     over_heads = jax.vmap(jax.vmap(lambda one, at, more: one.at[at].add(more, mode="drop")))
-    return over_heads(total, found.position, rows)
+    return over_heads(total, gathered.position, rows)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.native_sparse.rows import over_rows
+from ejkernel.kernels.native_sparse.rows import over_chunks
 from ejkernel.kernels.native_sparse.selection import assembled, free_blocks
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -59,7 +59,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         "first_row": call["first_row"],
         "own_block": call["own_block"],
     }
-    return {"indices": assembled(call, over_rows(best, rows, min(config.block_q, T), {"own_block": -1}))}, {}
+    return {"indices": assembled(call, over_chunks(best, rows, min(config.block_q, T), {"own_block": -1}))}, {}
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward)

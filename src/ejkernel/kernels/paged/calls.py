@@ -183,7 +183,7 @@ def ragged_layout(kv_pages: Any) -> Layout:
     }
 
 
-def parted_specs(kv_pages: Any, in_specs: Any) -> Any:
+def specs_by_array(kv_pages: Any, in_specs: Any) -> Any:
     """The specs of `ragged_page_attention`, where those of a pair of pages may be a pair, or one for both."""
     if not _is_pair(kv_pages):
         return in_specs

@@ -75,7 +75,7 @@ def _check_shared(whole: Call, context_lens: Any, tables: Any, prefix_len: Any) 
 
 
 def _in_float32(call: Call) -> Call:
-    """A part is rounded after it has been merged, not before."""
+    """The call with a float32 output: an answer is rounded after it has been merged, not before."""
     return replace(call, spec=replace(call.spec, out_dtype="float32"))
 
 
@@ -96,7 +96,7 @@ def _merged(
     some = jnp.repeat(context_lens > 0, tokens, axis=1)[:, None]  # (1, 1, T)
     prefix_lse = jnp.where(some, prefix["lse"], -jnp.inf)
     answers = ((prefix["out"], prefix_lse), (suffix["out"], suffix["lse"]))
-    parts = [state_of(jnp.moveaxis(out, 2, 1), lse) for out, lse in answers]
-    merged = merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    states = [state_of(jnp.moveaxis(out, 2, 1), lse) for out, lse in answers]
+    merged = merge(jax.tree.map(lambda *x: jnp.stack(x), *states))
     out, lse = online_finish(merged)  # (1, H, T, Dv), (1, H, T)
     return jnp.moveaxis(out, 1, 2), lse

@@ -113,11 +113,11 @@ def typical_calls(backend: str, quick: bool) -> list[TypicalCall]:
         return [call("page_attention", 4, keys, page, small), mixed]
     large = {"heads": 32, "kv_heads": 8, "dim": 128}
     decode, mixed = (partial(call, name, more=large) for name in ("page_attention", "ragged_page_attention"))
-    found = [decode(32, 8192, 64), decode(32, 8192, 64, cache_dtype="float8_e4m3fn"), decode(1, 8192, 64)]
+    calls = [decode(32, 8192, 64), decode(32, 8192, 64, cache_dtype="float8_e4m3fn"), decode(1, 8192, 64)]
     if quick:
-        return found
+        return calls
     return [
-        *found,
+        *calls,
         decode(128, 4096, 64),
         decode(1, 131072, 64),
         decode(32, 8192, 16),

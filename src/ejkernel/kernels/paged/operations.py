@@ -95,7 +95,7 @@ def probes() -> dict[str, Call]:
 
 def example(call: Call) -> Arrays:
     """A call like this one whose sequences are as long as the table allows, on pages of their own where there are
-    enough; queries are dealt out evenly.
+    enough; all have about as many queries.
     """
     dims, arrays = dimensions(call), random_arrays(call)
     pages = call["kv_pages" if "kv_pages" in call else "key_pages"].shape[1]

@@ -1,7 +1,7 @@
-"""Ragged decode attention with its softmax in parts: `(o, m, l)` of one query per row over a contiguous cache.
+"""Ragged decode attention whose softmax can be merged: `(o, m, l)` of one query per row over a contiguous cache.
 
 Key `s` of row `b` is valid where `starts[b] <= s < lengths[b]`. Logits are not scaled: scale the queries. `o` is
-normalised, `m` is the largest logit of a row and `l` the sum of exponentials against it, both float32, so parts over
+normalised, `m` is the largest logit of a row and `l` the sum of exponentials against it, both float32, so results over
 disjoint keys can be merged. A row without a valid key has `o = 0`, `m = mask_value`, `l = 0`.
 """
 
@@ -30,7 +30,7 @@ _NAMES = {"key_pages": "key", "value_pages": "value", "context_lens": "lengths",
 # of the functions that call the arrays q, k and v
 _SHORT_NAMES = _NAMES | {"query": "q", "key_pages": "k", "value_pages": "v"}
 
-Parts = tuple[jax.Array, jax.Array, jax.Array]
+PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def ragged_mqa(
@@ -43,14 +43,14 @@ def ragged_mqa(
     block_size: int = 256,
     mask_value: float = MASK_VALUE,
     cost_estimate: Any = None,
-) -> Parts:
+) -> PartialSoftmax:
     """All query heads on one key head.
 
     Args:
         q: `(B, H, D)`.
         k: `(B, S, D)`; `v` likewise.
         lengths: `(B,)`, one past the last valid key; `starts` `(B,)`, the first.
-        block_size: keys per step on XLA; the kernels of other platforms have tiles of their own.
+        block_size: keys per step on XLA; the kernels of other platforms have other tiles.
         mask_value: `m` of a row without a valid key; so low that a hidden key has no weight.
         cost_estimate: a `pallas.CostEstimate` that the TPU kernel tells its compiler instead of its own estimate; the
             compilers of other platforms take none.
@@ -85,7 +85,7 @@ def ragged_mha(
     *,
     block_size: int = 256,
     mask_value: float = MASK_VALUE,
-) -> Parts:
+) -> PartialSoftmax:
     """As many key heads as query heads: query `(B, 1, H, D)`, key and value `(B, S, H, D)`.
 
     Returns and options as in `ragged_mqa`.
@@ -112,7 +112,7 @@ def ragged_gqa(
     *,
     block_size: int = 256,
     mask_value: float = MASK_VALUE,
-) -> Parts:
+) -> PartialSoftmax:
     """Groups of query heads per key head: query `(B, H, D)` (or `(B, 1, H, D)`), key and value `(B, S, Hkv, D)`.
 
     Returns and options as in `ragged_mqa`.
@@ -128,21 +128,21 @@ def ragged_gqa(
 
 def reference_mqa(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, *, mask_value: float = MASK_VALUE
-) -> Parts:
+) -> PartialSoftmax:
     """`ragged_mqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
     return reference_gqa(*_one_key_head(q, k, v), lengths, starts, mask_value)
 
 
 def reference_mha(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, *, mask_value: float = MASK_VALUE
-) -> Parts:
+) -> PartialSoftmax:
     """`ragged_mha` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
     return reference_gqa(q, k, v, lengths, starts, mask_value)
 
 
 def reference_gqa(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, starts: jax.Array, mask_value: float = MASK_VALUE
-) -> Parts:
+) -> PartialSoftmax:
     """`ragged_gqa` by the definition, in float32: `(B, 1, H, D)`, `(B, 1, H, 1)`, `(B, 1, H, 1)`."""
     q = array("q", q, "(batch, heads, head_dim) or (batch, 1, heads, head_dim)", 3, 4, rows="any")
     layout = "(batch, length, key heads, head_dim)"
@@ -152,8 +152,8 @@ def reference_gqa(
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
-def _defined(spec: Spec, arrays: dict[str, jax.Array], B: int, lowest: float) -> Parts:
-    o, m, l = _parts(reference(Call(spec, arrays)), B, lowest)
+def _defined(spec: Spec, arrays: dict[str, jax.Array], B: int, lowest: float) -> PartialSoftmax:
+    o, m, l = _partial_softmax(reference(Call(spec, arrays)), B, lowest)
     return o[:, None], m[:, None], l[:, None]
 
 
@@ -173,7 +173,7 @@ def ragged_flash_attention_kernel(
     """A Pallas kernel with the results of `ragged_mqa`, for a `pallas_call` over the grid (B, blocks of keys).
 
     Grid step (b, i) adds the keys of block i to row b by online softmax. The outputs of a row are its accumulators, so
-    they must stay in place while i goes from 0 upwards. What lies outside of the valid keys, NaN too, is never used.
+    they must stay there while i goes from 0 upwards. What lies outside of the valid keys, NaN too, is never used.
 
     Args:
         lengths_ref: `(B,)`, one past the last valid key of each row; `starts_ref` `(B,)`, the first.
@@ -277,13 +277,13 @@ def _ragged(
     *,
     cost: Cost | None = None,
     names: Mapping[str, str] = MappingProxyType(_NAMES),
-) -> Parts:
+) -> PartialSoftmax:
     lowest = _lowest(mask_value)
     options = {"softmax_scale": 1.0, "return_lse": True, "names": names}
     call = ragged_decode_call(query, key, value, starts, lengths, **options)
     call = replace(call, spec=replace(call.spec, cost=cost))
     with use_config(RAGGED_DECODE_ATTENTION, xla.Config(block_q=1, block_k=static_int("block_size", block_size, 1))):
-        return _parts(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], lowest)
+        return _partial_softmax(run(RAGGED_DECODE_ATTENTION, call), query.shape[0], lowest)
 
 
 def _lowest(mask_value: float) -> float:
@@ -293,8 +293,8 @@ def _lowest(mask_value: float) -> float:
     return lowest
 
 
-@partial(jax.jit, static_argnums=(1, 2))  # in one program nobody looks at an lse of -inf
-def _parts(outputs: dict[str, jax.Array], B: int, lowest: float) -> Parts:
+@partial(jax.jit, static_argnums=(1, 2))  # one program: debug_nans and debug_infs do not see its lse of -inf
+def _partial_softmax(outputs: dict[str, jax.Array], B: int, lowest: float) -> PartialSoftmax:
     lse, top = outputs["lse"][0].T[:B, :, None], outputs["top"][0].T[:B, :, None]  # (B, H, 1)
     some = ~jnp.isneginf(lse)
     total = jnp.where(some, jnp.exp(lse - jnp.where(some, top, 0.0)), 0.0)

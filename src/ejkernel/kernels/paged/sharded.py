@@ -24,17 +24,17 @@ class _Visible(NamedTuple):
 
 
 def along_length(call: Call, axes: tuple[str, ...], run: Run) -> Arrays:
-    """A device's part of a call on contiguous caches (B, N, S, Hkv, D) whose length is split."""
+    """A device's shard of a call on contiguous caches (B, N, S, Hkv, D) whose length is split."""
     with default_rules():
         S = call["key_pages"].shape[2]
         call, seen = _one_query_each(call, S * lax.axis_size(axes))
         before = lax.axis_index(axes) * S
-        here = {"starts": jnp.clip(seen.start - before, 0, S), "context_lens": jnp.clip(seen.end - before, 0, S)}
-        return _merged(call, here, axes, run)
+        local = {"starts": jnp.clip(seen.start - before, 0, S), "context_lens": jnp.clip(seen.end - before, 0, S)}
+        return _merged(call, local, axes, run)
 
 
 def along_pages(call: Call, axes: tuple[str, ...], run: Run) -> Arrays:
-    """A device's part of a call on pages (B, P, L, Hkv, D), of which it has some: tables shrink to those."""
+    """A device's shard of a call on pages (B, P, L, Hkv, D), of which it has some: tables shrink to those."""
     with default_rules():
         dims = dimensions(call)
         call, seen = _one_query_each(call, dims.S)
@@ -43,7 +43,7 @@ def along_pages(call: Call, axes: tuple[str, ...], run: Run) -> Arrays:
         low, high = seen.start // dims.L, -(-seen.end // dims.L)  # slots that are seen
         slot = jnp.arange(dims.W, dtype=jnp.int32)
         used = (ids >= 0) & (ids < dims.P) & (low[..., None] <= slot) & (slot < high[..., None])
-        # in their order, so that only the first and the last page may be seen in part
+        # in their order, so that only the first and the last page may be partly visible
         order = jnp.argsort(~used, axis=-1, stable=True)
         count = used.sum(-1, dtype=jnp.int32)
 
@@ -52,12 +52,12 @@ def along_pages(call: Call, axes: tuple[str, ...], run: Run) -> Arrays:
             return jnp.take_along_axis(used, at, axis=-1)[..., 0]
 
         missing = jnp.where(has(high - 1), high * dims.L - seen.end, 0)
-        here = {
+        local = {
             "block_tables": jnp.clip(jnp.take_along_axis(ids, order, axis=-1), 0, dims.P - 1),
             "starts": jnp.where(has(low), seen.start - low * dims.L, 0),
             "context_lens": jnp.where(count > 0, count * dims.L - missing, 0),
         }
-        return _merged(call, here, axes, run)
+        return _merged(call, local, axes, run)
 
 
 def _one_query_each(call: Call, S: int) -> tuple[Call, _Visible]:
@@ -82,17 +82,17 @@ def _one_query_each(call: Call, S: int) -> tuple[Call, _Visible]:
     return replace(call, spec=replace(spec, tokens=1, window=None, out_dtype=out), arrays=arrays), _Visible(start, end)
 
 
-def _merged(call: Call, here: Arrays, axes: tuple[str, ...], run: Run) -> Arrays:
+def _merged(call: Call, local: Arrays, axes: tuple[str, ...], run: Run) -> Arrays:
     """The outputs of all devices as one; only the first has the sinks."""
-    arrays = call.arrays | here
+    arrays = call.arrays | local
     if "sinks" in arrays:
         arrays["sinks"] = jnp.where(lax.axis_index(axes) == 0, arrays["sinks"], -jnp.inf)
-    part = run(Call(replace(call.spec, out_dtype="float32"), arrays, call.target))
-    lse, some = part["lse"], lax.pmax(part["lse"], axes)
+    outputs = run(Call(replace(call.spec, out_dtype="float32"), arrays, call.target))
+    lse, some = outputs["lse"], lax.pmax(outputs["lse"], axes)
     base = jnp.where(jnp.isneginf(some), 0.0, some)
     weight = jnp.exp(lse - base)  # (B, H, T)
     total = lax.psum(weight, axes)
     share = jnp.where(total == 0.0, 0.0, weight / jnp.where(total == 0.0, 1.0, total))
-    out = lax.psum(part["out"] * share.swapaxes(1, 2)[..., None], axes)
+    out = lax.psum(outputs["out"] * share.swapaxes(1, 2)[..., None], axes)
     lse = jnp.where(total == 0.0, -jnp.inf, base + jnp.log(jnp.where(total == 0.0, 1.0, total)))
-    return {"out": out.astype(call.spec.out_dtype), "lse": lse, "top": lax.pmax(part["top"], axes)}
+    return {"out": out.astype(call.spec.out_dtype), "lse": lse, "top": lax.pmax(outputs["top"], axes)}

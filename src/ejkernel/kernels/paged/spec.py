@@ -79,9 +79,9 @@ class Spec:
         causal: a sequence's queries are its last tokens and see the keys up to their own; else they see all.
         window: how many keys before its own a query sees; None is all.
         soft_cap: of the logits, after the scale.
-        num_splits: parts the key axis is computed in; None leaves it to the platform.
+        num_splits: splits of the key axis that are computed side by side; None leaves it to the platform.
         with_lse: whether the caller wants the log-sum-exp.
-        out_dtype: of `out`; None is that of the query. Parts that are still to be merged are float32.
+        out_dtype: of `out`; None is that of the query. Results that are still to be merged are float32.
         cost: told to a compiler that asks; None is what the platform itself estimates.
         stands_in: whether one sequence, or one query, stands in for none.
     """
@@ -201,10 +201,10 @@ _MOST_SPLITS = 2**16
 
 
 def _splits(num_splits: Any) -> int:
-    found = static_int("num_splits", num_splits, 1)
-    if found > _MOST_SPLITS:
-        raise ValueError(f"num_splits={found} must be at most {_MOST_SPLITS}")
-    return found
+    splits = static_int("num_splits", num_splits, 1)
+    if splits > _MOST_SPLITS:
+        raise ValueError(f"num_splits={splits} must be at most {_MOST_SPLITS}")
+    return splits
 
 
 # Queries and pages ------------------------------------------------------------------------------------------
@@ -279,32 +279,31 @@ class _Integers(NamedTuple):
         lens_name, table_name, starts_name = (names.get(n, n) for n in ("context_lens", "block_tables", "starts"))
         lens = integers(lens_name, self.context_lens, 1)
         rows = lens.shape[0] if N is None else N
-        if lens.shape[0] != rows:
-            raise ValueError(f"{lens_name} {lens.shape} must have one entry per sequence: {rows}")
+        starts = None if self.starts is None else integers(starts_name, self.starts, 1)
+        query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
+        for name, x, size, what in (
+            (lens_name, lens, rows, "one entry per sequence"),
+            (starts_name, starts, rows, "one entry per sequence"),
+            ("query_start_loc", query_start, rows + 1, "one entry more than sequences"),
+        ):
+            if x is not None and x.shape[0] != size:
+                raise ValueError(f"{name} {x.shape} must have {what}: {size}")
+        tables = None
         if self.block_tables is not None:
-            nobody = rows == 0 and np.shape(self.block_tables) in ((0,), (0, 0))
-            tables = np.zeros((0, 1), np.int32) if nobody else integers(table_name, self.block_tables, 2)
+            no_rows = rows == 0 and np.shape(self.block_tables) in ((0,), (0, 0))
+            tables = np.zeros((0, 1), np.int32) if no_rows else integers(table_name, self.block_tables, 2)
             if tables.shape[1] == 0:
                 raise ValueError(f"{table_name} must have at least one page per sequence, got none")
             if tables.shape[0] != rows:
                 raise ValueError(f"{table_name} {tables.shape} must be (sequences, pages) with {rows} sequences")
-        else:
-            tables = None
-            if rows != P:
-                keys, queries = names.get("key_pages", "key_pages"), names.get("query", "query")
-                raise ValueError(f"{keys} holds {P} sequences, {queries} {rows}")
-        starts = None if self.starts is None else integers(starts_name, self.starts, 1)
-        if starts is not None and starts.shape[0] != rows:
-            raise ValueError(f"{starts_name} {starts.shape} must have one entry per sequence: {rows}")
-        query_start = None if self.query_start is None else integers("query_start_loc", self.query_start, 1)
-        if query_start is not None and query_start.shape[0] != rows + 1:
-            raise ValueError(f"query_start_loc {query_start.shape} must have one entry more than sequences: {rows + 1}")
+            check_sizes_known(table_name, tables)
+        elif rows != P:
+            keys, queries = names.get("key_pages", "key_pages"), names.get("query", "query")
+            raise ValueError(f"{keys} holds {P} sequences, {queries} {rows}")
         num_seqs = None if self.num_seqs is None else integers("num_seqs", self.num_seqs, 0, 1)
         if num_seqs is not None and num_seqs.size != 1:
             raise ValueError(f"num_seqs must be one number, got shape {num_seqs.shape}")
         num_seqs = None if num_seqs is None else num_seqs.reshape(())
-        if tables is not None:
-            check_sizes_known(table_name, tables)
         return _Integers(lens, tables, query_start, num_seqs, starts)
 
     def check_values(self, spec: Spec, T: int, P: int, L: int, names: Mapping[str, str]) -> None:
@@ -333,15 +332,15 @@ class _Integers(NamedTuple):
         if self.block_tables is not None:
             tables = self.block_tables
 
-            def strays(xp: Any) -> Any:
+            def outside(xp: Any) -> Any:
                 used = self._used(xp, spec, L) & counted(xp)[:, None]
                 return used & ((xp.asarray(tables) < 0) | (xp.asarray(tables) >= P))
 
-            def first_stray(xp: Any) -> Any:
-                return xp.take_along_axis(xp.asarray(tables), strays(xp).argmax(1)[:, None], 1)[:, 0]
+            def first_outside(xp: Any) -> Any:
+                return xp.take_along_axis(xp.asarray(tables), outside(xp).argmax(1)[:, None], 1)[:, 0]
 
             message = f"{table_name} must hold page ids from 0 to {P - 1} in the slots that are used"
-            check(first_stray, lambda xp, _: strays(xp).any(1), message, self)
+            check(first_outside, lambda xp, _: outside(xp).any(1), message, self)
 
     def _used(self, xp: Any, spec: Spec, L: int) -> Any:
         """Which slots of the table (N, W) are read."""
@@ -388,7 +387,7 @@ def page_ids(dims: Dimensions, arrays: dict[str, jax.Array]) -> jax.Array:
 
 
 def read_pages(arrays: dict[str, jax.Array], take: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Keys and values (..., Hkv, D) of the pages that `take` reads; interleaved ones are parted after reading."""
+    """Keys and values (..., Hkv, D) of the pages that `take` reads; interleaved ones are separated after reading."""
     if "kv_pages" in arrays:
         rows = take(arrays["kv_pages"])
         return rows[..., 0::2, :], rows[..., 1::2, :]

@@ -48,7 +48,7 @@ class Config:
 
     Attributes:
         block_q: query tokens of one sequence per tile.
-        block_k: keys per step of a tile; rounded to whole pages, or to an even part of one.
+        block_k: keys per step of a tile; rounded to whole pages, or to a sub-page.
     """
 
     block_q: int = 64
@@ -133,7 +133,7 @@ def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax
 
 
 def _sub_page(L: int, block_k: int) -> int:
-    """Tokens of the largest even part of a page that fits into a block."""
+    """Tokens of the largest sub-page, of which a page has a whole number, that fits into a block."""
     return next(tokens for tokens in range(min(L, block_k), 0, -1) if L % tokens == 0)
 
 

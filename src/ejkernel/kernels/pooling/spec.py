@@ -4,16 +4,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.checks.arrays import INT32_MAX, concrete, cumulative_lengths, float_array
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded
-from ejkernel.kernels.common.packed_chunks import max_packed_chunks, packed_chunks
+from ejkernel.kernels.common.packed_chunks import chunks_of_tokens, max_packed_chunks, packed_chunks
+from ejkernel.kernels.common.sizes import ceil_div
 from ejkernel.ops import Call
-from ejkernel.types.segments import searched
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     if chunk_size > INT32_MAX:
         raise ValueError(f"chunk_size={chunk_size} must fit in int32")
     if cu_seqlens is None:
-        return Call(Spec(chunk_size, _chunks(x.shape[1], chunk_size)), {"x": x})
+        return Call(Spec(chunk_size, ceil_div(x.shape[1], chunk_size)), {"x": x})
     B, T, _, _ = x.shape
     if B != 1:
         raise ValueError(f"with cu_seqlens x must be (1, tokens, heads, head_dim), its shape is {x.shape}")
@@ -48,7 +47,7 @@ def canonicalise(x: Any, cu_seqlens: Any = None, *, chunk_size: int = 32) -> Cal
     if values is None:
         rows = max_packed_chunks(T, ends.size - 1, chunk_size)
     else:
-        rows = int(_chunks(np.diff(values), chunk_size).sum())
+        rows = sum(ceil_div(int(length), chunk_size) for length in np.diff(values))
     return Call(Spec(chunk_size, rows), {"x": x, "cu_seqlens": ends[None]})
 
 
@@ -58,10 +57,6 @@ def with_most_rows(call: Call) -> Call:
         return call
     rows = max_packed_chunks(call["x"].shape[1], call["cu_seqlens"].shape[1] - 1, call.spec.chunk_size)
     return replace(call, spec=replace(call.spec, rows=rows))
-
-
-def _chunks(length: Any, chunk_size: int) -> Any:
-    return (length + chunk_size - 1) // chunk_size
 
 
 def row_bounds(call: Call) -> jax.Array:
@@ -77,19 +72,10 @@ def row_bounds(call: Call) -> jax.Array:
 
 def token_rows(call: Call) -> jax.Array:
     """The row each token is averaged into, or -1: (B|1, T)."""
-    token = np.arange(call["x"].shape[1], dtype=np.int32)
+    T = call["x"].shape[1]
     if "cu_seqlens" not in call:
-        return jnp.asarray(token[None] // call.spec.chunk_size, jnp.int32)
-    first_row = packed_chunks(call["cu_seqlens"], call.spec.chunk_size, 0).first_row
-    return jax.vmap(lambda cu, first: _packed_token_rows(cu, first, token, call.spec.chunk_size))(
-        call["cu_seqlens"], first_row
-    )
-
-
-def _packed_token_rows(cu: jax.Array, first_row: jax.Array, token: np.ndarray, chunk_size: int) -> jax.Array:
-    sequence = searched(cu, token) - 1
-    row = first_row[sequence] + (token - cu[sequence]) // chunk_size
-    return jnp.where((sequence >= 0) & (sequence < cu.size - 1), row, -1)
+        return jnp.asarray(np.arange(T, dtype=np.int32)[None] // call.spec.chunk_size, jnp.int32)
+    return chunks_of_tokens(call["cu_seqlens"], call.spec.chunk_size, T)[0]
 
 
 def batch(call: Call) -> int:

@@ -30,7 +30,7 @@ def search_space(call: Call) -> list[Config]:
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     x, bounds, B = call["x"], row_bounds(call), batch(call)
-    if "cu_seqlens" in call:
+    if "cu_seqlens" in call and x.shape[1] > 0:
         rows = (jnp.broadcast_to(a, (B, *a.shape[1:])) for a in (x, bounds))
         values = jax.vmap(partial(_gather_chunks, call.spec.chunk_size))(*rows)
     else:

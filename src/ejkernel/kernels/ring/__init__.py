@@ -1,1 +1,1 @@
-"""Softmax attention over split sequences: keys travel, heads change places with tokens, or keys are gathered."""
+"""Softmax attention over split sequences: keys travel, heads are exchanged for tokens, or keys are gathered."""

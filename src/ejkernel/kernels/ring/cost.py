@@ -149,6 +149,8 @@ class Choice(NamedTuple):
     refused: dict[str, str]
 
     def __str__(self) -> str:
+        if not self.costs:
+            return f"{self.method} (nothing travels)"
         times = [
             f"{name} {cost.seconds * 1e6:.0f} us, {cost.waiting * 1e6:.0f} of them waiting"
             for name, cost in self.costs.items()

@@ -115,7 +115,7 @@ def hops_needed(layout: str, devices: int, T: int, S: int, band: Band, chunk: in
     r = np.arange(devices)
     needed = [h for h in range(1, devices) if seen[r, (r - h) % devices].any()]
     around = Hops(max(needed, default=0))
-    # the widest stretch of hops that nobody needs is left out
+    # the longest run of hops that no device needs is left out
     gaps = [(b - a, a, b) for a, b in zip([0, *needed], [*needed, devices], strict=True)]
     _, up, down = max(gaps)
     both = Hops(up, devices - down)

@@ -122,7 +122,7 @@ def _explanation(call: Call, axes: Axes, split: Shards, platform: Any, cfg: Any)
 
 
 def _sized(call: Call, times: int, divided: dict[str, int], letters: str = "") -> Call:
-    """A call on shapes, with `letters` so many times as long, and others in parts; what broadcasts stays."""
+    """A call on shapes, with `letters` so many times as long, and others divided; what broadcasts stays."""
     lengths = {"T": call["query"].shape[1], "S": call["key"].shape[1]}
 
     def size(letter: str, n: int) -> int:
@@ -159,17 +159,18 @@ def _explained(call: Call, devices: tuple[int, ...], axes: Axes, platform: Any, 
     hop = Call(call.spec.softmax, call.arrays, call.target)
     explanation = choose_platform(HOP, hop, platform, cfg)[1]
     if halves:
-        part, rows = _sized(hop, 1, dict.fromkeys("TS", 2)), 2 * dimensions(hop).B
-        twice: dict[str, Any] = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in part.arrays.items()}
-        seen = Call(replace(part.spec, band=Band()), twice, part.target)
+        each, rows = _sized(hop, 1, dict.fromkeys("TS", 2)), 2 * dimensions(hop).B
+        both: dict[str, Any] = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in each.arrays.items()}
+        seen = Call(replace(each.spec, band=Band()), both, each.target)
         half = choose_platform(HOP, seen, platform, cfg)[1]
         method_reason += f"; {half.platform} for halves that see all of another device's"
         method_reason += f", config {half.config} (from {half.config_source})"
-    return replace(explanation, reason=f"{count} devices along {axes}: {method_reason}; {explanation.reason}")
+    counted = "1 device" if count == 1 else f"{count} devices"
+    return replace(explanation, reason=f"{counted} along {axes}: {method_reason}; {explanation.reason}")
 
 
 def _met(call: Call, devices: int, passes: bool, halves: bool) -> Call:
-    """Of a device's shard, the call where its queries meet keys that go round, or those of all."""
+    """Of a device's shard, the call where its queries meet the keys of a hop, or those of all devices."""
     met = _sized(call, 1, {"C": devices}) if passes else _sized(call, devices, {}, "S")
     lengths = {"q_positions": met["query"].shape[1], "kv_positions": met["key"].shape[1]}
     arrays: dict[str, Any] = {name: x for name, x in met.arrays.items() if not (passes and name == "sinks")}

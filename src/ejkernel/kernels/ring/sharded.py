@@ -34,7 +34,9 @@ def along_length(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
         )
     first, heads = axes[:1], axes[1:]
     if not call["query"].size or not call["key"].size:
-        return run(Call(call.spec.softmax, call.arrays, call.target))
+        # their columns are of all devices' keys, and nothing depends on them
+        arrays = {name: x for name, x in call.arrays.items() if name not in ("bias", "mask")}
+        return run(Call(call.spec.softmax, arrays, call.target))
     with default_rules():
         method = _method(call, first)
         if heads:
@@ -68,7 +70,7 @@ def _around(call: Call, axes: tuple[str, ...], run: LocalRun, method: str) -> Ar
 
 
 def by_ring(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
-    """Keys go round; see `ring_pass`."""
+    """A ring pass; see `ring_pass`."""
     spec, arrays = call.spec, call.arrays
     devices, dims = lax.axis_size(axes), dimensions(call)
     hops = hops_needed(spec.layout, devices, dims.T * devices, dims.S * devices, spec.band, spec.chunk)

@@ -24,7 +24,7 @@ class Spec(softmax.Spec):
 
     Attributes:
         layout: of the tokens on the devices.
-        method: what travels; "auto" is settled when the devices are known.
+        method: what travels; "auto" is resolved when the devices are known.
     """
 
     layout: str = "contiguous"
@@ -66,8 +66,7 @@ def canonicalise(
     arrays = dict(call.arrays)
     if bias is not None:
         arrays["bias"] = _bias(bias, call, query.shape[:-3], devices)
-    facts = {field.name: getattr(call.spec, field.name) for field in fields(softmax.Spec)}
-    return Call(Spec(**facts, layout=layout, method=method), arrays)
+    return Call(Spec(**vars(call.spec), layout=layout, method=method), arrays)
 
 
 def _bias(bias: Any, call: Call, batch: tuple[int, ...], devices: int) -> Any:

@@ -100,8 +100,10 @@ def _check_arguments(function: Callable[..., Any]) -> None:
     try:
         signature.bind(0, 0, 0, 0)
     except TypeError as error:
-        said = f"block_mask is called with the indices (b, h, i, j) of batch, head, query block and key block: {error}"
-        raise TypeError(f"{said}; it has the signature {signature}") from None
+        raise TypeError(
+            f"block_mask is called with the indices (b, h, i, j) of batch, head, query block and key block: {error}; "
+            f"it has the signature {signature}"
+        ) from None
 
 
 def _answers_ints(function: Callable[..., Any]) -> bool:
@@ -112,7 +114,7 @@ def _answers_ints(function: Callable[..., Any]) -> bool:
 
 
 def _called(function: Callable[..., Any], counts: Counts) -> np.ndarray:
-    if counts[0] == 0:  # an empty batch, of whose rows nobody can be asked
+    if counts[0] == 0:  # an empty batch: there is no row to call it for
         return np.zeros((1, *counts[1:]), bool)
     answers = np.array([function(*at) for at in np.ndindex(*counts)])
     if answers.shape != (math.prod(counts),):

@@ -31,8 +31,8 @@ def _defined(call: Call, dtype: Any) -> jax.Array:
 
 
 def _defined_with_weights(call: Call, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    probabilities, _ = weights(call, dtype)
-    return weighted_values(call, probabilities), probabilities
+    probabilities = weights(call, dtype)[0].astype(dtype)
+    return weighted_values(call, probabilities).astype(dtype), probabilities
 
 
 def _jax_nn(call: Call) -> jax.Array:

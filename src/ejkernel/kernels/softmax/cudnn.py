@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.gradients import output_cotangent
+from ejkernel.kernels.softmax.other_packages import missing_options
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.private_jax import cudnn_attention, cudnn_takes_offsets
@@ -17,7 +18,7 @@ Arrays = dict[str, jax.Array]
 
 # of packed sequences it keeps T log-sum-exps each: with more, that is several times the query
 MOST_SEQUENCES = 128
-# before JAX 0.11.1 the places of packed keys are counted in query heads (jax #39521), without an error
+# before JAX 0.11.1 the offsets of packed keys are counted in query heads (jax #39521), without an error
 FINDS_KEYS = jax.__version_info__ >= (0, 11, 1)
 
 
@@ -41,20 +42,7 @@ def unsupported(call: Call) -> list[str]:
         f"band {tuple(spec.band)}: only causal, and windows to the left of it": banded and spec.band.hi not in (0, hi),
         f"band {tuple(spec.band)}: keys must reach the query": spec.band.lo is not None and spec.band.lo > hi,
         f"scale {spec.scale}: only positive ones, others give nan": spec.scale <= 0.0,
-        "a gradient of lse": spec.with_lse or spec.with_argmax,
-        "chunks": spec.chunk is not None,
-        "soft cap": spec.soft_cap is not None,
-        "the dropout of this library (its bits differ)": spec.dropout > 0,
-        f"logits_dtype {spec.logits_dtype}": spec.logits_dtype != "float32",
-        "bias": "bias" in call,
-        "sinks": "sinks" in call,
-        "segments and lengths, unless given as cum_seqlens": "q_segments" in call and not packed,
-        "explicit positions": "q_positions" in call and not packed,
-        "dense masks": "mask" in call,
-        "block patterns": "pattern" in call,
-        "a mask function": spec.rules.mask is not None,
-        "a score function": spec.rules.score is not None,
-    }
+    } | missing_options(call, "the dropout of this library (its bits differ)")
     reasons = [reason for reason, holds in limits.items() if holds]
     return reasons + (_unsupported_packing(call, dims) if packed else [])
 
@@ -81,14 +69,6 @@ def _unsupported_packing(call: Call, dims: Dimensions) -> list[str]:
     return [reason for reason, holds in limits.items() if holds]
 
 
-def default_config(call: Call) -> Config:
-    return Config()
-
-
-def search_space(call: Call) -> list[Config]:
-    return []
-
-
 def _causal(dims: Dimensions) -> int:
     """How far a query sees where it sees no later key than itself, the starts of queries and keys being aligned."""
     return dims.T - dims.S
@@ -97,7 +77,6 @@ def _causal(dims: Dimensions) -> int:
 def _options(call: Call) -> dict[str, Any]:
     """What forward and backward share; cuDNN counts the query's own position in the window."""
     fused = cudnn_attention()
-
     spec, hi = call.spec, _causal(dimensions(call))
     return {
         "scale": spec.scale,
@@ -169,7 +148,6 @@ class Packing:
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     # jax.nn.dot_product_attention calls this too, but rounds the lse it returns to the inputs' dtype (0.10 to 0.12)
     fused = cudnn_attention()
-
     attend: Any = partial(fused.dot_product_attention, **_options(call), return_residual=True)
     qkv = [call["query"], call["key"], call["value"]]
     packing = Packing.of(call)
@@ -186,7 +164,6 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     # JAX has no public call for the backward alone (0.10 to 0.12); through jax.vjp the forward would run twice.
     # No flag for determinism here: XLA overwrites force_deterministic with what the program's options say
     fused = cudnn_attention()
-
     none = jnp.zeros(0, call["query"].dtype)
     lengths, lse, packing = [none] * 4, residuals["lse"], Packing.of(call)
     if packing is not None:
@@ -213,5 +190,12 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
 
 # dq is added in any order
 IMPLEMENTATION = Implementation(
-    Config, unsupported, default_config, search_space, forward, backward, deterministic=False, deterministic_by_xla=True
+    Config,
+    unsupported,
+    lambda call: Config(),
+    lambda call: [],
+    forward,
+    backward,
+    deterministic=False,
+    deterministic_by_xla=True,
 )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.softmax.gradients import output_cotangent
+from ejkernel.kernels.softmax.other_packages import missing_options
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.ops import Call, Implementation, fusion_barrier
 
@@ -42,29 +43,8 @@ def unsupported(call: Call) -> list[str]:
         f"queries that see no key, T={dims.T} S={dims.S}": hi is not None and ahead + hi < 0,
         f"keys that no query sees, T={dims.T} S={dims.S}": lo is not None and ahead + lo > 0,
         f"softmax_scale {spec.scale}: only above 0": spec.scale <= 0,
-        "a gradient of lse": spec.with_lse or spec.with_argmax,
-        "chunks": spec.chunk is not None,
-        "soft cap": spec.soft_cap is not None,
-        "dropout": spec.dropout > 0,
-        f"logits_dtype {spec.logits_dtype}": spec.logits_dtype != "float32",
-        "bias": "bias" in call,
-        "sinks": "sinks" in call,
-        "segments and lengths, unless given as cum_seqlens": "q_segments" in call and not packed,
-        "explicit positions": "q_positions" in call and not packed,
-        "dense masks": "mask" in call,
-        "block patterns": "pattern" in call,
-        "a mask function": spec.rules.mask is not None,
-        "a score function": spec.rules.score is not None,
-    }
+    } | missing_options(call)
     return [reason for reason, holds in limits.items() if holds]
-
-
-def default_config(call: Call) -> Config:
-    return Config()
-
-
-def search_space(call: Call) -> list[Config]:
-    return []
 
 
 def _options(call: Call) -> Any:
@@ -139,5 +119,5 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
 
 # dq is added in any order, and so are dk and dv of grouped heads
 IMPLEMENTATION = Implementation(
-    Config, unsupported, default_config, search_space, forward, backward, deterministic=False
+    Config, unsupported, lambda call: Config(), lambda call: [], forward, backward, deterministic=False
 )

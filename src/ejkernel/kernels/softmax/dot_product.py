@@ -68,7 +68,7 @@ def dot_product(
         ours = call.spec.dropout or any(option is not None for option in (dtype, precision, cfg))
         if implementation != "cudnn" or ours or target_of(call.arrays.values()).backend != "gpu":
             raise
-        # what our cuDNN refuses: there it keeps fewer promises about hidden keys, but it was asked for by name
+        # a call that our use of cuDNN refuses: jax.nn's promises less about hidden keys, but the caller named it
         return jax.nn.dot_product_attention(**arguments._asdict(), implementation="cudnn")
     return _results(outputs, arguments.query, dtype, return_residual)
 
@@ -101,7 +101,7 @@ def dot_product_call(arguments: Arguments, dropout: Dropout, dtype: Any, precisi
 
 
 def _as_float(name: str, x: Any, dtype: Any) -> jax.Array:
-    """An array in the dtype asked for, or its own; what is not one of ours is computed in float32."""
+    """An array in the requested dtype, or its own; floats that this library has no kernels for become float32."""
     array = number_array(name, x)
     if array.ndim < 3 and name != "bias":
         raise ValueError(f"{name} must have 4 dimensions (batch, length, heads, head_dim), got shape {array.shape}")

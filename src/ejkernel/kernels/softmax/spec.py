@@ -45,7 +45,7 @@ ARRAYS = {
     "mask": Dims("B H T S"),
     "pattern": Dims("B H Tb Sb"),
     "dropout_seeds": Dims("B H", broadcasts=False),
-    # where packed sequences begin and the last one ends: what the segments (and positions) of the call say, again
+    # cumulative lengths of packed sequences, beside the segments and positions made of them: some kernels take these
     "q_offsets": Dims("B N+1"),
     "kv_offsets": Dims("B N+1"),
     # what mask and score functions read
@@ -152,7 +152,7 @@ def canonicalise(
     arrays["bias"] = _bias(bias, dims, batch)
     arrays["sinks"] = _sinks(softmax_aux, dims)
     arrays |= _mask_arrays(mask)
-    if mask_info is None:  # which may hide more, and the offsets would not say so
+    if mask_info is None:  # it may hide keys that the offsets alone would show
         arrays |= {name: None if x is None else x[None] for name, x in offsets.items()}
     dropout = number(called["dropout_prob"], dropout_prob)
     if not 0.0 <= dropout < 1.0:

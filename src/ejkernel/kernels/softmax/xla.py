@@ -121,22 +121,24 @@ class _Head(NamedTuple):
 
     def at(self, name: str) -> tuple[Any, ...]:
         """The leading indices of an array: batch, and head unless it has none."""
-        x = self.arrays[name]
-        index = (self.b,) if name in _BY_ROW else (self.b, self.kv if name in _BY_KEY_HEAD else self.h)
-        return tuple(i if n > 1 else 0 for i, n in zip(index, x.shape, strict=False))
-
-    def cut(self, name: str, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
-        """A slice of an array: along its axes behind batch and head; axes of size 1 and the last stay whole."""
-        x, at = self.arrays[name], self.at(name)
-        trailing = x.shape[len(at) :]
-        whole = [n == 1 or axis >= len(sizes) for axis, n in enumerate(trailing)]
-        first = [0 if w else starts[axis] for axis, w in enumerate(whole)]
-        shape = [trailing[axis] if w else sizes[axis] for axis, w in enumerate(whole)]
-        return lax.dynamic_slice(x, (*at, *first), (1,) * len(at) + tuple(shape)).reshape(shape)
+        numbers = {"B": self.b, "H": self.h, "K": self.kv}
+        axes = zip(_AXES[name], self.arrays[name].shape, strict=False)
+        return tuple(numbers[letter] if n > 1 else 0 for letter, n in axes if letter in numbers)
 
 
-_BY_ROW = ("q_segments", "kv_segments", "q_positions", "kv_positions")
-_BY_KEY_HEAD = ("key", "value", "finite_key")
+# the axes that arrays have once heads come before lengths; K are key heads
+_AXES = {
+    **dict.fromkeys(("query", "finite_query", "dout"), "BHT."),
+    **dict.fromkeys(("key", "finite_key", "value"), "BKS."),
+    **dict.fromkeys(("lse", "delta"), "BHT"),
+    **dict.fromkeys(("bias", "mask"), "BHTS"),
+    **dict.fromkeys(("q_segments", "q_positions"), "BT"),
+    **dict.fromkeys(("kv_segments", "kv_positions"), "BS"),
+    **dict.fromkeys(("sinks", "dropout_seeds"), "BH"),
+    "pattern": "BH..",
+    # what mask and score functions read
+    **{name: {"rows": "BH.T", "columns": "BH.S"}.get(name.partition("_")[2], "BH.") for name in ARRAYS},
+}
 
 
 def _tiling(call: Call, config: Config) -> _Tiling:
@@ -161,24 +163,6 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
 
 
-# the axes that are lengths, once heads come before them
-_LENGTHS = {
-    "query": "..T.",
-    "key": "..S.",
-    "value": "..S.",
-    "bias": "..TS",
-    "mask": "..TS",
-    "q_segments": ".T",
-    "kv_segments": ".S",
-    "q_positions": ".T",
-    "kv_positions": ".S",
-    "int_rows": "...T",
-    "float_rows": "...T",
-    "int_columns": "...S",
-    "float_columns": "...S",
-}
-
-
 def _by_head(call: Call, tiling: _Tiling) -> dict[str, jax.Array]:
     """The arrays with batch and head first and whole tiles of rows; values finite, their marks in the keys."""
     lengths = {"T": tiling.rows * tiling.block_q, "S": tiling.columns * tiling.block_k}
@@ -188,8 +172,8 @@ def _by_head(call: Call, tiling: _Tiling) -> dict[str, jax.Array]:
     arrays["value"] = finite(arrays["value"])
     if _scale_in_query(call):
         arrays["query"] *= tiling.spec.scale
-    for name, axes in _LENGTHS.items():
-        for axis, letter in enumerate(axes if name in arrays else ""):
+    for name in [name for name in arrays if name in _AXES]:
+        for axis, letter in enumerate(_AXES[name]):
             arrays[name] = _padded(arrays[name], axis, lengths[letter]) if letter in lengths else arrays[name]
     return arrays
 
@@ -206,19 +190,14 @@ def _indices(tiling: _Tiling, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
     return rows, j * tiling.block_k + lax.broadcasted_iota(jnp.int32, (1, tiling.block_k), 1)
 
 
-def _queries(tiling: _Tiling, head: _Head, name: str, i: Any) -> jax.Array:
-    """Rows of query block i."""
-    return head.cut(name, (i * tiling.block_q,), (tiling.block_q,))
-
-
-def _keys(tiling: _Tiling, head: _Head, name: str, j: Any) -> jax.Array:
-    """Rows of key block j."""
-    return head.cut(name, (j * tiling.block_k,), (tiling.block_k,))
-
-
-def _tile_of(tiling: _Tiling, head: _Head, name: str, i: Any, j: Any) -> jax.Array:
-    """The tile (i, j) of a matrix (T|1, S|1)."""
-    return head.cut(name, (i * tiling.block_q, j * tiling.block_k), (tiling.block_q, tiling.block_k))
+def _cut(tiling: _Tiling, head: _Head, name: str, i: Any = 0, j: Any = 0) -> jax.Array:
+    """What tile (i, j) has of an array: queries of block i, keys of block j; axes of size 1 and the last stay whole."""
+    x, at = head.arrays[name], head.at(name)
+    blocks = {"T": (i, tiling.block_q), "S": (j, tiling.block_k)}
+    axes = list(zip(_AXES[name], x.shape, strict=True))[len(at) :]
+    cuts = [(0, n) if n == 1 or a not in blocks else (blocks[a][0] * blocks[a][1], blocks[a][1]) for a, n in axes]
+    starts, shape = zip(*cuts, strict=True)
+    return lax.dynamic_slice(x, (*at, *starts), (1,) * len(at) + shape).reshape(shape)
 
 
 def _product(spec: Spec, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -234,11 +213,12 @@ def _logits(tiling: _Tiling, head: _Head, query: jax.Array, key: jax.Array, i: A
     spec = tiling.spec
     logits = _product(spec, query, key, (1, 1))
     if not tiling.scaled:
-        # between a product and a difference, which would be one operation: against a maximum that is rounded, one that
-        # is not would pass 0, by as much as 2^16 where logits are 1e12
+        # This maximum changes no number. It keeps the compiler from fusing the product with the subtraction of the row
+        # maximum: a fused product is not rounded as the maximum is, and their difference could pass 0, by as much as
+        # 2^16 where logits are 1e12.
         logits = jnp.maximum(logits * spec.scale, jnp.finfo(jnp.float32).min)
     if "bias" in head.arrays:
-        logits += _tile_of(tiling, head, "bias", i, j).astype(jnp.float32)
+        logits += _cut(tiling, head, "bias", i, j).astype(jnp.float32)
     return capped(logits, spec.soft_cap)
 
 
@@ -251,16 +231,10 @@ def _finished(tiling: _Tiling, head: _Head, logits: jax.Array, i: Any, j: Any) -
 
 def _operands(tiling: _Tiling, head: _Head, i: Any, j: Any) -> TileOperands:
     """What mask and score functions read of a tile."""
-
-    def cut(name: str, number: int, start: Any, size: int) -> jax.Array:
-        x = head.arrays[name]
-        size = min(size, x.shape[3])
-        return lax.dynamic_slice(x, (*head.at(name), number, start), (1, 1, 1, size)).reshape(size)
-
     return TileOperands(
         lambda name, n: head.arrays[name][(*head.at(name), n)],
-        lambda name, n: cut(name, n, i * tiling.block_q, tiling.block_q)[:, None],
-        lambda name, n: cut(name, n, j * tiling.block_k, tiling.block_k)[None],
+        lambda name, n: _cut(tiling, head, name, i, j)[n][:, None],
+        lambda name, n: _cut(tiling, head, name, i, j)[n][None],
         lambda name: head.arrays[name][head.at(name)],
     )
 
@@ -271,12 +245,12 @@ def _seen(tiling: _Tiling, head: _Head, i: Any, j: Any) -> jax.Array:
     at_q, at_k = _indices(tiling, i, j)
     queries, keys = Tokens(at_q + (dims.S - dims.T)), Tokens(at_k)
     if "q_positions" in head.arrays:
-        queries = Tokens(_queries(tiling, head, "q_positions", i)[:, None])
-        keys = Tokens(_keys(tiling, head, "kv_positions", j)[None, :])
+        queries = Tokens(_cut(tiling, head, "q_positions", i)[:, None])
+        keys = Tokens(_cut(tiling, head, "kv_positions", j=j)[None, :])
     if "q_segments" in head.arrays:
-        queries = queries._replace(segment=_queries(tiling, head, "q_segments", i)[:, None])
-        keys = keys._replace(segment=_keys(tiling, head, "kv_segments", j)[None, :])
-    rules = [_tile_of(tiling, head, "mask", i, j)] if "mask" in head.arrays else []
+        queries = queries._replace(segment=_cut(tiling, head, "q_segments", i)[:, None])
+        keys = keys._replace(segment=_cut(tiling, head, "kv_segments", j=j)[None, :])
+    rules = [_cut(tiling, head, "mask", i, j)] if "mask" in head.arrays else []
     if "pattern" in head.arrays:
         blocks, row = head.arrays["pattern"], head.at("pattern")
         rules.append(pattern_cells(blocks, at_q, at_k, spec.pattern_block or (1, 1), row))
@@ -322,11 +296,11 @@ class _Best(NamedTuple):
 def _forward_rows(tiling: _Tiling, head: _Head, schedule: Schedule, i: Any) -> dict[str, jax.Array]:
     """One block of query rows against every key block it visits."""
     spec, (rows, size) = tiling.spec, (tiling.block_q, tiling.dims.Dv)
-    query = _queries(tiling, head, "query", i)
+    query = _cut(tiling, head, "query", i)
 
     def step(masked: bool, j: Any, state: tuple[OnlineSoftmax, _Best | None]):
         online, best = state
-        key, value = _keys(tiling, head, "key", j), _keys(tiling, head, "value", j)
+        key, value = _cut(tiling, head, "key", j=j), _cut(tiling, head, "value", j=j)
         logits = _finished(tiling, head, _logits(tiling, head, query, key, i, j), i, j)
         logits = jnp.where(_seen(tiling, head, i, j), logits, MASKED) if masked else logits
         if best is not None:
@@ -395,9 +369,9 @@ def _add_bias(total: jax.Array, ds: jax.Array, tiling: _Tiling, i: Any, j: Any) 
 def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, so_far: _Gradients) -> _Gradients:
     """Five matmuls: the logits and dp again, then what the tile adds to dv, dk and dq."""
     spec = tiling.spec
-    query, key = _queries(tiling, head, "query", i), _keys(tiling, head, "key", j)
-    value, dout = _keys(tiling, head, "value", j), _queries(tiling, head, "dout", i)
-    lse, delta = (_queries(tiling, head, name, i)[:, None] for name in ("lse", "delta"))
+    query, key = _cut(tiling, head, "query", i), _cut(tiling, head, "key", j=j)
+    value, dout = _cut(tiling, head, "value", j=j), _cut(tiling, head, "dout", i)
+    lse, delta = (_cut(tiling, head, name, i)[:, None] for name in ("lse", "delta"))
     scores = _logits(tiling, head, query, key, i, j)
     logits = _finished(tiling, head, scores, i, j)
     seen = _seen(tiling, head, i, j) if masked else True
@@ -418,8 +392,8 @@ def _backward_tile(tiling: _Tiling, head: _Head, masked: bool, i: Any, j: Any, s
     if masked:
         ds = jnp.where(seen, ds, 0.0)  # dp of a hidden value may be inf, the slope of the cap at a hidden nan is nan
 
-    finite_key, finite_query = _keys(tiling, head, "finite_key", j), _queries(tiling, head, "finite_query", i)
-    # the small side of a product is the one that is turned: on CPUs a tile that is turned takes half as long again
+    finite_key, finite_query = _cut(tiling, head, "finite_key", j=j), _cut(tiling, head, "finite_query", i)
+    # the small side of a product is the one that is transposed: on CPUs a transposed tile takes half as long again
     dquery = _product(spec, ds.astype(finite_key.dtype), finite_key, (1, 0))
     dkey = _product(spec, finite_query, ds.astype(finite_query.dtype), (0, 0))
     dvalue = _product(spec, dout, kept.astype(dout.dtype), (0, 0))

@@ -1,4 +1,4 @@
-"""Linear attention on TPUs, in Pallas: every scan is one kernel; here is how long its chunks are, and what they take.
+"""Linear attention on TPUs, in Pallas: every scan is one kernel, in chunks as long as VMEM has room for.
 
 VMEM in bytes, for chunks of L tokens and W channels, the larger of both dimensions, rounded up:
 

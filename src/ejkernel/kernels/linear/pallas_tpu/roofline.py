@@ -1,4 +1,4 @@
-"""Rooflines of linear attention on TPUs, from the kernels' own blocks and default configs."""
+"""Rooflines of linear attention on TPUs, from the kernels' blocks and default configs."""
 
 from itertools import product
 

@@ -33,7 +33,7 @@ _FIRST, _LAST = 1, 2
 
 @dataclass(frozen=True, eq=False)
 class ScanKernel:
-    """A scan's kernel and how arrays are cut into blocks for it. It reads these, none of the scan's own arrays."""
+    """A scan's kernel and how arrays are cut into blocks for it. It reads these, none of the arrays of the scan."""
 
     scan: Scan
     size: int
@@ -134,13 +134,9 @@ class ScanKernel:
             padding = [(0, width - n) for width, n in zip(self.widths, scan.start.shape[3:], strict=True)]
             operands["start"] = jnp.pad(scan.start, ((0, 0),) * 3 + tuple(padding)), self.sequence_blocks(A, C)
         if scan.sums_start is not None:
-            by_channel = scan.outer is not None
-            sums_start = (
-                jnp.pad(scan.sums_start, ((0, 0),) * 3 + ((0, C - scan.sums_start.shape[3]),))
-                if by_channel
-                else scan.sums_start[..., None]
-            )
-            operands["sums_start"] = sums_start[..., None, :], self.sequence_blocks(1, sums_start.shape[3])
+            sums, width = (scan.sums_start, C) if scan.outer is not None else (scan.sums_start[..., None], 1)
+            sums = jnp.pad(sums, ((0, 0),) * 3 + ((0, width - sums.shape[3]),))
+            operands["sums_start"] = sums[..., None, :], self.sequence_blocks(1, width)
         return operands
 
     def outputs(self) -> dict[str, Output]:
@@ -216,7 +212,7 @@ class ScanKernel:
         return self.layout.scatter(jnp.moveaxis(x[:, :, :, 0], 2, 0))
 
     def final_states(self, state: jax.Array) -> jax.Array:
-        """A sequence without tokens, which no step saw, keeps its start."""
+        """A sequence without tokens, which no grid step had, keeps its start."""
         state = state[..., : self.scan.a.shape[3], : self.scan.c.shape[3]]
         if not self.packed:
             return state
@@ -225,7 +221,7 @@ class ScanKernel:
 
     # The kernel --------------------------------------------------------------------------------------------------
 
-    def linear_scan_kernel(self, scalar_refs: Any, arrays: Any, outs: Any, kept: Any) -> None:
+    def linear_scan_kernel(self, scalar_refs: Any, arrays: Any, outs: Any, scratch: Any) -> None:
         scalars = self._named(scalar_refs)
         b, h, n = (pl.program_id(axis) for axis in range(3))
         row = self.row(n)
@@ -241,33 +237,33 @@ class ScanKernel:
         @pl.when(first)
         def _() -> None:
             for name, given in (("state", "start"), ("tangent", ""), ("sums_start", "sums_start")):
-                if name in kept:
-                    kept[name][...] = (
-                        jnp.broadcast_to(arrays[given][...], kept[name].shape)
+                if name in scratch:
+                    scratch[name][...] = (
+                        jnp.broadcast_to(arrays[given][...], scratch[name].shape)
                         if given in arrays
-                        else jnp.zeros(kept[name].shape, jnp.float32)
+                        else jnp.zeros(scratch[name].shape, jnp.float32)
                     )
 
         # behind the last packed sequence there may be chunks without tokens
-        pl.when(tokens > 0)(lambda: self._step(arrays, outs, kept, tokens, gamma))
+        pl.when(tokens > 0)(lambda: self._step(arrays, outs, scratch, tokens, gamma))
         if self.scan.with_state:
 
             @pl.when(last)
             def _() -> None:
-                outs["state"][...] = kept["tangent" if self.scan.tangent else "state"][...]
+                outs["state"][...] = scratch["tangent" if self.scan.tangent else "state"][...]
 
-    def _step(self, arrays: Any, outs: Any, kept: Any, tokens: Any, gamma: Any) -> None:
+    def _step(self, arrays: Any, outs: Any, scratch: Any, tokens: Any, gamma: Any) -> None:
         tile = Tile(self.chunk, self._values(arrays, tokens), arrays["matrices"], tokens, gamma)
-        state, tangent = kept["state"][...], kept["tangent"][...] if self.scan.tangent else None
+        state, tangent = scratch["state"][...], scratch["tangent"][...] if self.scan.tangent else None
         if self.computes:
             others, diagonal = tile.out(state, tangent)
             if self.scan.with_out:
                 outs["out"][...] = (others + diagonal).astype(self.dtype)
             if self.scan.factor is not None:
-                self._products(tile, others, outs, kept)
-        kept["state"][...] = tile.next_state(state)
+                self._products(tile, others, outs, scratch)
+        scratch["state"][...] = tile.next_state(state)
         if tangent is not None:
-            kept["tangent"][...] = tile.next_tangent(state, tangent)
+            scratch["tangent"][...] = tile.next_tangent(state, tangent)
 
     def _values(self, arrays: Any, tokens: Any) -> dict[str, jax.Array]:
         """The arrays of a chunk: zero where there is no token, and no decay below the least."""
@@ -280,16 +276,16 @@ class ScanKernel:
         gates = {name: values[name].astype(jnp.float32) for name in self.chunk.terms}
         return values | {name: jnp.maximum(x, chunks.LEAST_DECAY) for name, x in gates.items()}
 
-    def _products(self, tile: Tile, others: jax.Array, outs: Any, kept: Any) -> None:
+    def _products(self, tile: Tile, others: jax.Array, outs: Any, scratch: Any) -> None:
         by_channel = self.scan.outer is not None
         products = tile.arrays["factor"].astype(jnp.float32) * others
         products = products if by_channel else row_sums(products)
         if self.scan.minuend is not None:
-            x, sums_start = tile.arrays["minuend"] - products, kept["sums_start"][...]
+            x, sums_start = tile.arrays["minuend"] - products, scratch["sums_start"][...]
             products, sums_start = (
                 tile.running(x, sums_start) if by_channel else tile.running_lanes(x, sums_start[:, :1])
             )
-            kept["sums_start"][...] = jnp.broadcast_to(sums_start, kept["sums_start"].shape)
+            scratch["sums_start"][...] = jnp.broadcast_to(sums_start, scratch["sums_start"].shape)
         outs["products"][...] = products if by_channel else products[:1]
 
 

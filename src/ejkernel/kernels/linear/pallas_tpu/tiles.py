@@ -122,12 +122,12 @@ class Tile:
     @cached_property
     def _counts(self) -> Heads:
         """How many decays lie between tokens, and before and after each; of padding, only between two of it."""
-        L, own_decay = self.chunk.size, 0 if self.chunk.deferred else 1
+        L, itself = self.chunk.size, 0 if self.chunk.deferred else 1
         row, column = (lax.broadcasted_iota(jnp.int32, (L, L), axis) for axis in (0, 1))
         token = lax.broadcasted_iota(jnp.int32, (L, 1), 0)
         done = self.tokens - 1 - token if self.chunk.descending else token
         all_tokens = jnp.full((1, 1), self.tokens, jnp.int32)
-        counts = (jnp.abs(row - column), done + own_decay, self.tokens - done - own_decay, all_tokens)
+        counts = (jnp.abs(row - column), done + itself, self.tokens - done - itself, all_tokens)
         return Heads(*(jnp.maximum(n, 0).astype(jnp.float32) for n in counts))
 
     # What is multiplied ------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from ejkernel.kernels.common.triton_tiles import LOG2_E, load_tile, store_tile
 from ejkernel.kernels.linear.chunks import NEAR, NEAR_DECAY
 from ejkernel.kernels.linear.triton.tiles import load_gates, middle_sums, program_coordinates
 
-# what the exponent of a decay relative to a middle may come to
+_NEAR = tl.constexpr(NEAR)
+# the largest exponent of a decay relative to the middle of a chunk
 _FAR = tl.constexpr(-NEAR // 2 * NEAR_DECAY)
 
 
@@ -33,10 +34,10 @@ def linear_chunk_length_kernel(p_gates, p_segments, T, p_lengths, C: tl.constexp
     b_size = tl.abs(b_gates.to(tl.float32))
     n_chunk = C.CHUNK
     # exponents grow over half a chunk; most tiles pass by their largest decay alone
-    if tl.max(b_size) * (C.CHUNK // 2) * 8 > _FAR * C.LEAST:
+    if tl.max(b_size) * (C.CHUNK // 2) * _NEAR > _FAR * C.LEAST:
         for k in tl.static_range(1, 7):
             if C.CHUNK >> k >= C.LEAST:
-                if _largest_sum(b_size, C.CHUNK >> k) * 8 > _FAR * C.LEAST:
+                if _largest_sum(b_size, C.CHUNK >> k) * _NEAR > _FAR * C.LEAST:
                     n_chunk = C.CHUNK >> k
     i_row = (tl.program_id(0) // C.H).to(tl.int64)
     tl.store(p_lengths + i_row * C.H + i_h, n_chunk)

@@ -1,6 +1,7 @@
 """Launches of the Triton kernels of linear attention."""
 
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ def scan_chunks(
     block_c = min(config.block_c, tile_channels(C))
     if scan.tangent:  # there are two states
         block_c = max(16, block_c // 2)
-    # without outputs there is room for more
+    # without outputs there are registers and shared memory for more
     stages = config.num_stages if scan.with_out or strict else 2 * config.num_stages
     constants = replace(
         _scan_constants(scan, segments, block_c),
@@ -58,19 +59,16 @@ def scan_chunks(
         TRANSPOSED=scan.a.dtype != jnp.float32,  # fewer registers, of 16 bits
         PRECISION="tf32x3" if scan.a.dtype == jnp.float32 else "tf32",
     )
-    values = _values(scan, segments) | {f"p_{name}": x for name, x in arrays._asdict().items()}
-    launch = TritonLaunch(values, constants, _grid(scan, constants), config.num_warps, stages)
     states = (B, segments.slots, H)
-    return launch.run(
-        linear_chunk_kernel,
-        [
-            _struct(scan.c.shape, scan.with_out, scan.c.dtype),
-            _struct(scan.c.shape, strict),
-            _struct((*states, A, C), scan.with_state),
-            _struct((*states, A), totals),
-            _struct((*states, C), totals and scan.outer is not None),
-        ],
-    )
+    shapes = [
+        _struct(scan.c.shape, scan.with_out, scan.c.dtype),
+        _struct(scan.c.shape, strict),
+        _struct((*states, A, C), scan.with_state),
+        _struct((*states, A), totals),
+        _struct((*states, C), totals and scan.outer is not None),
+    ]
+    values = {f"p_{name}": x for name, x in arrays._asdict().items()}
+    return _run(linear_chunk_kernel, scan, segments, constants, shapes, values, config.num_warps, stages)
 
 
 def scan_tokens(scan: Scan, config: Config) -> ScanResult:
@@ -78,12 +76,10 @@ def scan_tokens(scan: Scan, config: Config) -> ScanResult:
     segments = whole_sequences(scan)
     B, _, H, A, C = scan.state_shape
     constants = _scan_constants(scan, segments, min(config.block_c, tile_channels(C)))
-    launch = TritonLaunch(_values(scan, segments), constants, _grid(scan, constants), config.num_warps, 2)
-    shapes = [
-        _struct(scan.c.shape, scan.with_out, scan.c.dtype),
-        _struct((B, segments.slots, H, A, C), scan.with_state),
-    ]
-    return ScanResult.wanted(scan, *launch.run(linear_token_kernel, shapes), None)
+    out, state = _struct(scan.c.shape, scan.with_out, scan.c.dtype), (B, segments.slots, H, A, C)
+    shapes = [out, _struct(state, scan.with_state)]
+    results = _run(linear_token_kernel, scan, segments, constants, shapes, {}, config.num_warps)
+    return ScanResult.wanted(scan, *results, None)
 
 
 def join_segments(
@@ -103,11 +99,10 @@ def join_segments(
         HAS_START=scan.start is not None,
         WITH_STATE=scan.with_state,
     )
-    values = {"p_local": local, "p_totals": totals, "p_outer_totals": outer_totals, "p_start": scan.start}
-    programs = B * H * triton.cdiv(A, constants.BA)
-    launch = TritonLaunch(values | {"p_order": segments.order}, constants, (programs,), 4, 2)
+    values = {"p_local": local, "p_totals": totals, "p_outer_totals": outer_totals, "p_order": segments.order}
     shapes = [_struct((B, segments.rows, H, A, C)), _struct(scan.state_shape, scan.with_state)]
-    starts, final = launch.run(linear_join_kernel, shapes)
+    programs = B * H * triton.cdiv(A, constants.BA)
+    starts, final = _run(linear_join_kernel, scan, segments, constants, shapes, values, programs=programs)
     if not scan.with_state:
         return starts, None
     if scan.cu_seqlens is not None:  # a sequence without tokens has no segment
@@ -121,19 +116,18 @@ def chunk_lengths(scan: Scan, config: Config) -> jax.Array:
     gates = [x for x in (scan.inner, scan.outer) if x is not None]
     segments = segments_of(scan, config.tile_tokens)
 
-    def of(x: jax.Array) -> jax.Array:
+    def lengths_for(x: jax.Array) -> jax.Array:
         B, _, H, C = x.shape
         constants = replace(
             _table_constants(scan, segments, C, tile_channels(C), descending=False),
             CHUNK=config.tile_tokens,
             LEAST=NEAR // len(gates),  # with both, products have twice the exponents
         )
-        values = {"p_gates": x} | _values(scan, segments)
-        launch = TritonLaunch(values, constants, _grid(scan, constants), 4, 2)
-        lengths = launch.run(linear_chunk_length_kernel, _struct((B, segments.rows, H), dtype=jnp.int32))
+        shape = _struct((B, segments.rows, H), dtype=jnp.int32)
+        lengths = _run(linear_chunk_length_kernel, scan, segments, constants, shape, {"p_gates": x})
         return lengths.min(1, initial=config.tile_tokens)
 
-    return jnp.minimum(of(gates[0]), of(gates[-1])) if len(gates) > 1 else of(gates[0])
+    return reduce(jnp.minimum, map(lengths_for, gates))
 
 
 def scale(scan: Scan, config: Config, x: Any, y: Any, gates: jax.Array, lengths: jax.Array) -> tuple[jax.Array, ...]:
@@ -155,19 +149,12 @@ def scale(scan: Scan, config: Config, x: Any, y: Any, gates: jax.Array, lengths:
         WITH_SCALED=x is not None or y is None,
         TERMS=terms,
     )
-    values = {"p_x": x, "p_y": y, "p_gates": gates, "p_chunk_lengths": lengths} | _values(scan, segments)
+    values = {"p_x": x, "p_y": y, "p_gates": gates, "p_chunk_lengths": lengths}
     # float16 may not hold them
     scaled = jnp.float32 if dtype == jnp.float16 else dtype
-    halves = _struct((B, constants.MAX_CHUNKS, H, C))
-    return TritonLaunch(values, constants, _grid(scan, constants), 4, 1).run(
-        linear_scale_kernel,
-        [
-            _struct(gates.shape, constants.WITH_SCALED, scaled),
-            _struct(gates.shape, y is not None, scaled),
-            halves,
-            halves,
-        ],
-    )
+    wanted = constants.WITH_SCALED, constants.HAS_Y
+    shapes = [_struct(gates.shape, some, scaled) for some in wanted] + 2 * [_struct((B, constants.MAX_CHUNKS, H, C))]
+    return _run(linear_scale_kernel, scan, segments, constants, shapes, values, stages=1)
 
 
 def gate_gradients(
@@ -185,9 +172,9 @@ def gate_gradients(
         HAS_SUMS_START=sums_start is not None,
     )
     values = {"p_x": arrays.c, "p_dx": scan.minuend if has_minuend else None, "p_y": arrays.factor, "p_dy": strict}
-    values |= _values(scan, segments) | {"p_sums_start": sums_start}
+    values |= {"p_sums_start": sums_start}
     shape = _struct((B, T, H)) if scan.outer is None else _struct(scan.c.shape, dtype=scan.outer.dtype)
-    return TritonLaunch(values, constants, _grid(scan, constants), 4, 2).run(linear_gate_gradients_kernel, shape)
+    return _run(linear_gate_gradients_kernel, scan, segments, constants, shape, values)
 
 
 def _struct(shape: tuple[int, ...], wanted: bool = True, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -201,15 +188,27 @@ def _max_chunks(scan: Scan) -> int:
     return 2 * T // NEAR + sequences + 1
 
 
-def _grid(scan: Scan, constants: Constants) -> tuple[int]:
-    return (scan.a.shape[0] * constants.SEGMENTS * constants.H * constants.BLOCKS,)
+def _run(
+    kernel: Any,
+    scan: Scan,
+    segments: Segments,
+    constants: Constants,
+    shapes: Any,
+    values: dict[str, Any],
+    warps: int = 4,
+    stages: int = 2,
+    programs: int | None = None,
+) -> Any:
+    """The outputs of a kernel, which may ask by name for `values`, and for the arrays of the scan that are not there.
 
-
-def _values(scan: Scan, segments: Segments) -> dict[str, Any]:
-    """What kernels may ask for by name."""
+    Programs are one for each block of channels of every segment, unless it is said how many.
+    """
     names = {"p_a": scan.a, "p_b": scan.b, "p_c": scan.c, "p_g": scan.g, "p_gamma": scan.g_gamma}
     names |= {"p_inner": scan.inner, "p_outer": scan.outer, "p_start": scan.start, "scale": scan.scale}
-    return names | {"p_segments": segments.table, "T": scan.a.shape[1], "segment": segments.tokens}
+    names |= {"p_segments": segments.table, "T": scan.a.shape[1], "segment": segments.tokens}
+    if programs is None:
+        programs = scan.a.shape[0] * constants.SEGMENTS * constants.H * constants.BLOCKS
+    return TritonLaunch(names | values, constants, (programs,), warps, stages).run(kernel, shapes)
 
 
 def _table_constants(

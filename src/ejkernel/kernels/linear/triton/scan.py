@@ -111,7 +111,7 @@ def linear_chunk_kernel(
         b_count = tl.minimum(tl.maximum(o_i + 1 - n_lacks, 0), n_count).to(tl.float32)
         n_count = n_count.to(tl.float32)
         if C.HAS_HEAD:
-            b_upto, b_upto_rest, b_all, b_all_rest, unit = chunk_decays(
+            b_upto, b_upto_remainder, b_all, b_all_remainder, unit = chunk_decays(
                 p_g + o_t, b_gamma, b_count, n_count, m_l, EXACT, C
             )
         # the state from the beginning of the chunk to its middle
@@ -135,7 +135,7 @@ def linear_chunk_kernel(
             b_rounded = rounded_factor(b_h, narrow) if C.WITH_STRICT else b_h
             b_o = state_dot(b_a, b_rounded, None, narrow, C)
             if C.HAS_HEAD:
-                b_s *= decays_between(b_upto, b_upto_rest, unit, EXACT, C)
+                b_s *= decays_between(b_upto, b_upto_remainder, unit, EXACT, C)
             # above the diagonal it could be infinite
             if C.WITH_STRICT:
                 b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_s, 0.0), 1)
@@ -151,7 +151,7 @@ def linear_chunk_kernel(
                 b_lost = b_h - b_rounded.to(tl.float32)
                 b_o = state_dot(b_a, b_lost, b_o, narrow, C)
             if C.HAS_HEAD:
-                b_o *= decay_power(b_upto, b_upto_rest, unit, EXACT, C)[:, None]
+                b_o *= decay_power(b_upto, b_upto_remainder, unit, EXACT, C)[:, None]
         b_c = load_tile(p_c, o_t * C.C, m_l, C.C, C.BC, i_first)
         if C.WITH_OUT or C.WITH_STRICT:
             b_o = wide_dot(b_s, b_c, b_o, narrow, C)
@@ -174,9 +174,9 @@ def linear_chunk_kernel(
         if C.TANGENT:
             b_tangent += n_count * b_h
         if C.HAS_HEAD:
-            b_exponent = decay_exponent(b_all, b_all_rest, unit, EXACT, C)
+            b_exponent = decay_exponent(b_all, b_all_remainder, unit, EXACT, C)
             b_h, b_tangent = decayed_states(b_h, b_tangent, tl.exp2(b_exponent), C)
-            b_c = b_c * decay_power(b_all - b_upto, b_all_rest - b_upto_rest, unit, EXACT, C)[:, None]
+            b_c = b_c * decay_power(b_all - b_upto, b_all_remainder - b_upto_remainder, unit, EXACT, C)[:, None]
             if C.WITH_TOTALS:
                 b_totals += b_exponent
         b_h = outer_dot(b_b, b_c, b_h, narrow, C)

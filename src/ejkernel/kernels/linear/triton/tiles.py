@@ -10,8 +10,8 @@ from ejkernel.kernels.linear.chunks import LEAST_DECAY, NEAR_DECAY
 
 _NEAR_DECAY = tl.constexpr(NEAR_DECAY)
 _LEAST_DECAY = tl.constexpr(LEAST_DECAY)
-# sums of whole multiples of 2**-16 are exact in 32 bits, for the decays of a chunk of 128 tokens
-_STEPS = tl.constexpr(2.0**16)
+# decays as integers of 2**-16 each: their sums are exact in 32 bits for a chunk of 128 tokens
+_UNITS = tl.constexpr(2.0**16)
 _TF32_BITS = tl.constexpr(-(1 << 13))
 
 
@@ -24,12 +24,12 @@ class Constants:
         BA, BC: those of a tile, powers of two.
         CHUNK: tokens of a tile.
         SEGMENTS, SLOTS, PACKED: `rows` and `slots` of Segments, and whether there is its table.
-        TABLE_BATCHED: whether every row of the batch has a table of its own.
-        MAX_CHUNKS: room for the chunks of a row of the batch, however short they are.
+        TABLE_BATCHED: whether every row of the batch has a table.
+        MAX_CHUNKS: the most chunks of a row of the batch, however short they are.
         SEQUENCES: packed ones, or 1.
         HAS_G, ..., HAS_START: which decays there are, and whether there is a state to start from.
         DESCENDING, ..., WITH_STATE: of the scan.
-        WITH_STRICT: whether the output is wanted without what a token gives itself.
+        WITH_STRICT: whether the output of strictly earlier tokens is wanted, without what a token gives itself.
         WITH_TOTALS: whether the sums of all decays of a segment are wanted.
         STAGES: of the loop over chunks.
         TRANSPOSED: whether the state is kept as (C, A).
@@ -135,8 +135,8 @@ def along(b_x, SECOND: tl.constexpr):
 def chunk_decays(p_g, b_gamma, b_count, n_count, m_l, EXACT: tl.constexpr, C: tl.constexpr):
     """A head's log decays between the beginning of a chunk and each token (R,), and all of them, in powers of two.
 
-    As numbers of units, rests, and the unit. Differences of numbers are exact: of decays that all tokens share they are
-    counts, `b_count` up to each token and `n_count` in all; else, if EXACT, whole multiples of a small power of two.
+    As integers, remainders, and the unit of the integers, whose differences are exact: of a decay that all tokens share
+    they count tokens, `b_count` up to each and `n_count` in all; else, if EXACT, they are a decay's fixed-point part.
     """
     if not C.HAS_G:
         if C.DEFERRED:
@@ -150,36 +150,36 @@ def chunk_decays(p_g, b_gamma, b_count, n_count, m_l, EXACT: tl.constexpr, C: tl
         b_g = tl.maximum(b_g, _LEAST_DECAY) * LOG2_E
         b_whole = b_g
         if EXACT:
-            b_whole = tl.floor(b_g * _STEPS).to(tl.int32)
-            b_g -= b_whole.to(tl.float32) / _STEPS
-        b_upto, b_upto_rest = tl.cumsum(b_whole, 0), tl.cumsum(b_g, 0)
+            b_whole = tl.floor(b_g * _UNITS).to(tl.int32)
+            b_g -= b_whole.to(tl.float32) / _UNITS
+        b_upto, b_upto_remainder = tl.cumsum(b_whole, 0), tl.cumsum(b_g, 0)
         if C.DEFERRED:
-            b_upto, b_upto_rest = b_upto - b_whole, b_upto_rest - b_g
-        return b_upto, b_upto_rest, tl.sum(b_whole, 0), tl.sum(b_g, 0), 1.0 / _STEPS
+            b_upto, b_upto_remainder = b_upto - b_whole, b_upto_remainder - b_g
+        return b_upto, b_upto_remainder, tl.sum(b_whole, 0), tl.sum(b_g, 0), 1.0 / _UNITS
 
 
 @triton.jit
-def decay_exponent(b_whole, b_rest, unit, EXACT: tl.constexpr, C: tl.constexpr):
+def decay_exponent(b_whole, b_remainder, unit, EXACT: tl.constexpr, C: tl.constexpr):
     """The logarithm of a decay, to the base of two."""
     if not C.HAS_G:
         return b_whole * unit
     elif EXACT:
-        return b_whole.to(tl.float32) * unit + b_rest
+        return b_whole.to(tl.float32) * unit + b_remainder
     else:
-        return b_rest
+        return b_remainder
 
 
 @triton.jit
-def decay_power(b_whole, b_rest, unit, EXACT: tl.constexpr, C: tl.constexpr):
-    return tl.exp2(decay_exponent(b_whole, b_rest, unit, EXACT, C))
+def decay_power(b_whole, b_remainder, unit, EXACT: tl.constexpr, C: tl.constexpr):
+    return tl.exp2(decay_exponent(b_whole, b_remainder, unit, EXACT, C))
 
 
 @triton.jit
-def decays_between(b_upto, b_rest, unit, EXACT: tl.constexpr, C: tl.constexpr):
+def decays_between(b_upto, b_remainder, unit, EXACT: tl.constexpr, C: tl.constexpr):
     """(R, R): the decay from each token j to each i."""
     if C.HAS_G:
-        b_rest = b_rest[:, None] - b_rest[None, :]
-    return decay_power(b_upto[:, None] - b_upto[None, :], b_rest, unit, EXACT, C)
+        b_remainder = b_remainder[:, None] - b_remainder[None, :]
+    return decay_power(b_upto[:, None] - b_upto[None, :], b_remainder, unit, EXACT, C)
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def wide_dot(b_x, b_y, b_sum, narrow: tl.constexpr, C: tl.constexpr):
 def rounded_factor(b_x, narrow: tl.constexpr):
     """A float32 factor as wide_dot multiplies it, so that what rounding loses is known and can be added.
 
-    For float16 that is tf32, with 10 bits of a fraction. GPUs may cut off the others or round: here they are cut off.
+    For float16 that is tf32, with 10 bits of a fraction. GPUs may cut off the others or round them: this cuts them off.
     """
     if narrow == tl.float16:
         return (b_x.to(tl.int32, bitcast=True) & _TF32_BITS).to(tl.float32, bitcast=True)

@@ -74,7 +74,7 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
 
 
 def default_config(call: Call) -> Config:
-    """By queries where a group of heads fills a good part of a tile, else by keys: there queries fill it.
+    """By queries where a group of heads fills most of a tile, else by keys: there queries fill it.
 
     Tiles are such that every kernel fits an sm_86; by keys a whole block must.
     """
@@ -166,7 +166,8 @@ def _by_queries(call: Call, config: Config) -> tuple[TritonLaunch, Arrays]:
     """A launch over tiles of neighbouring queries, and the list of blocks of each of them."""
     dims = dimensions(call)
     if dims.K > _LONGEST_JOINED:
-        return _launch(call, config, (dims.T, dims.B * dims.Hkv), BQ=1, BK=config.block_k, ENTRIES=dims.K), _own(call)
+        launch = _launch(call, config, (dims.T, dims.B * dims.Hkv), BQ=1, BK=config.block_k, ENTRIES=dims.K)
+        return launch, _blocks_of_each(call)
     queries = _queries(call, config)
     grid = -(-dims.T // queries), dims.B * dims.Hkv
     entries = min(queries * dims.K, dims.N)
@@ -184,7 +185,7 @@ def _joined(launch: TritonLaunch) -> Arrays:
     return dict(zip(("p_number", "p_list", "p_members"), lists, strict=True))
 
 
-def _own(call: Call) -> Arrays:
+def _blocks_of_each(call: Call) -> Arrays:
     """The blocks of each query, as they are given."""
     indices = jnp.moveaxis(call["indices"], 2, 1)
     first = first_keys(call["starts"], indices, -1)
@@ -224,9 +225,9 @@ def run_forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     else:
         by_keys = _ByKeys(call, config, _whole_block(call))
         rows = (dims.B, dims.Hkv, dims.T * dims.K, dims.G)
-        parts = {"part": jax.ShapeDtypeStruct((*rows, dims.Dv), dtype), "lse": jax.ShapeDtypeStruct(rows, jnp.float32)}
-        part, part_lse = _run_nan_safe(partial_kernel, parts, by_keys.launch, **by_keys.lists)
-        results = by_keys.over_queries.run(merge_kernel, [out, lse], p_part=part, p_part_lse=part_lse)
+        each = {"out": jax.ShapeDtypeStruct((*rows, dims.Dv), dtype), "lse": jax.ShapeDtypeStruct(rows, jnp.float32)}
+        partial, partial_lse = _run_nan_safe(partial_kernel, each, by_keys.launch, **by_keys.lists)
+        results = by_keys.over_queries.run(merge_kernel, [out, lse], p_partial=partial, p_partial_lse=partial_lse)
     outputs = dict(zip(("out", "lse"), results, strict=True))
     return outputs, outputs
 
@@ -240,17 +241,17 @@ def run_backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Conf
     # as queries are: the heads of a group beside each other
     terms = {"p_lse": (lse * LOG2_E).swapaxes(1, 2), "p_delta": delta.swapaxes(1, 2)}
     rows = {"p_dout": output_cotangent(residuals, cotangents), **terms}
-    in_parts = config.order == "keys"
-    block_k = _whole_block(call) if in_parts else min(_whole_block(call), config.block_k)
-    by_keys = _ByKeys(call, config, block_k, DQ_PARTS=in_parts)
-    part = (dims.B, dims.Hkv, by_keys.items, block_k)
-    shapes = {name: jax.ShapeDtypeStruct((*part, n), jnp.float32) for name, n in (("dk", dims.D), ("dv", dims.Dv))}
+    in_partials = config.order == "keys"
+    block_k = _whole_block(call) if in_partials else min(_whole_block(call), config.block_k)
+    by_keys = _ByKeys(call, config, block_k, DQ_PARTIALS=in_partials)
+    sums = (dims.B, dims.Hkv, by_keys.items, block_k)
+    shapes = {name: jax.ShapeDtypeStruct((*sums, n), jnp.float32) for name, n in (("dk", dims.D), ("dv", dims.Dv))}
     # nothing is written to the one element of the other order
-    entries = (dims.B, dims.Hkv, dims.T * dims.K, dims.G, dims.D) if in_parts else (1,)
+    entries = (dims.B, dims.Hkv, dims.T * dims.K, dims.G, dims.D) if in_partials else (1,)
     shapes["dq"] = jax.ShapeDtypeStruct(entries, call["query"].dtype)
     dkey, dvalue, dquery = _run_nan_safe(dkv_kernel, shapes, by_keys.launch, **by_keys.lists, **rows)
-    if in_parts:
-        dquery = by_keys.over_queries.run(dq_sum_kernel, _like(call["query"]), p_part=dquery)
+    if in_partials:
+        dquery = by_keys.over_queries.run(dq_sum_kernel, _like(call["query"]), p_partial=dquery)
     else:
         launch, lists = _by_queries(call, config)
         (dquery,) = _run_nan_safe(dq_kernel, {"dq": _like(call["query"])}, launch, **lists, **rows)
@@ -261,8 +262,8 @@ def run_backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Conf
         aliases={"p_old_dk": 0, "p_old_dv": 1},
         p_old_dk=jnp.zeros_like(call["key"]),
         p_old_dv=jnp.zeros_like(call["value"]),
-        p_part_dk=dkey,
-        p_part_dv=dvalue,
+        p_partial_dk=dkey,
+        p_partial_dv=dvalue,
         p_first_item=by_keys.entries.first_item,
         n_items=by_keys.items,
     )

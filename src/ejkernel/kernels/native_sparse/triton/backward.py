@@ -1,4 +1,4 @@
-"""The backward kernels: dk and dv by keys, dq by queries or in parts by keys; no atomics.
+"""The backward kernels: dk and dv by keys, dq by queries, or by keys as partial sums; no atomics.
 
 Each runs twice, as the forward does.
 """
@@ -15,7 +15,7 @@ from ejkernel.kernels.native_sparse.triton.tiles import (
     item_keys,
     listed_keys,
     load_matrix_rows,
-    part_rows,
+    partial_rows,
     query_rows,
     store_matrix_rows,
     tile_keys,
@@ -71,9 +71,9 @@ def dkv_kernel(
     p_dk, p_dv, p_dq, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
-    """What a stretch of the queries that selected a tile of keys adds to dk and dv: one row of parts for each item.
+    """What a stretch of the queries that selected a tile of keys adds to dk and dv: one partial sum for each item.
 
-    By keys (C.DQ_PARTS) it is also what each of their blocks adds to dq.
+    By keys (C.DQ_PARTIALS) it is also what each of their blocks adds to dq.
     """
     i_item, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
@@ -105,17 +105,17 @@ def dkv_kernel(
         b_ds = tl.where(m_seen, b_p * (b_dp - b_delta[None, :]), 0.0)
         b_dv = weighted_sum(b_p, b_do, m_seen, b_dv, C)
         b_dk = weighted_sum(b_ds, b_q, m_seen, b_dk, C)
-        if C.DQ_PARTS:
+        if C.DQ_PARTIALS:
             # (R, BD)
             b_zero = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
             b_dq = weighted_sum(tl.trans(b_ds), b_k, tl.trans(m_seen), b_zero, C)
             store_matrix_rows(p_dq, b_dq, entry_rows(o_entry, i_bh, T, C), m_row, C.D, C.BD)
             b_bad = tl.maximum(b_bad, has_nan(b_dq))
     i_slot = tl.load(p_items + i_row.to(tl.int64) * 4 + 3)
-    o_part = (i_bh * tl.num_programs(0) + i_slot).to(tl.int64) * C.BK + tl.arange(0, C.BK)
-    m_part = tl.full([C.BK], 1, tl.int1)
-    store_matrix_rows(p_dk, b_dk * scale, o_part, m_part, C.D, C.BD)
-    store_matrix_rows(p_dv, b_dv, o_part, m_part, C.DV, C.BDV)
+    o_partial = (i_bh * tl.num_programs(0) + i_slot).to(tl.int64) * C.BK + tl.arange(0, C.BK)
+    m_partial = tl.full([C.BK], 1, tl.int1)
+    store_matrix_rows(p_dk, b_dk * scale, o_partial, m_partial, C.D, C.BD)
+    store_matrix_rows(p_dv, b_dv, o_partial, m_partial, C.DV, C.BDV)
     if not C.GUARD:
         b_bad = tl.maximum(b_bad, tl.maximum(has_nan(b_dk), has_nan(b_dv)))
         tl.store(p_bad + i_row + tl.arange(0, 1), b_bad)
@@ -123,9 +123,9 @@ def dkv_kernel(
 
 @triton.jit
 def sum_kernel(
-    p_part_dk, p_part_dv, p_starts, p_first_item, p_old_dk, p_old_dv, S, N, n_items, p_dk, p_dv, C: tl.constexpr
+    p_partial_dk, p_partial_dv, p_starts, p_first_item, p_old_dk, p_old_dv, S, N, n_items, p_dk, p_dv, C: tl.constexpr
 ):
-    """The parts of a tile of keys, in order."""
+    """The sum of the partial sums of a tile of keys, in order."""
     i_tile, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
     p_first_item += i_bh * (tl.num_programs(0) + 1) + i_tile
@@ -133,11 +133,11 @@ def sum_kernel(
     i_last = tl.load(p_first_item + 1)
     b_dk = tl.full([C.BK, C.BD], 0.0, tl.float32)
     b_dv = tl.full([C.BK, C.BDV], 0.0, tl.float32)
-    m_part = tl.full([C.BK], 1, tl.int1)
+    m_partial = tl.full([C.BK], 1, tl.int1)
     for i_item in range(i_first, i_last):
-        o_part = (i_bh * n_items + i_item).to(tl.int64) * C.BK + tl.arange(0, C.BK)
-        b_dk += load_matrix_rows(p_part_dk, o_part, m_part, C.D, C.BD)
-        b_dv += load_matrix_rows(p_part_dv, o_part, m_part, C.DV, C.BDV)
+        o_partial = (i_bh * n_items + i_item).to(tl.int64) * C.BK + tl.arange(0, C.BK)
+        b_dk += load_matrix_rows(p_partial_dk, o_partial, m_partial, C.D, C.BD)
+        b_dv += load_matrix_rows(p_partial_dv, o_partial, m_partial, C.DV, C.BDV)
     o_k, m_k = tile_keys(p_starts + i_b * N * C.STARTS_B, i_tile, N, S, C)
     o_key = (i_b.to(tl.int64) * S + o_k) * C.HK + i_hk
     store_matrix_rows(p_dk, b_dk, o_key, m_k, C.D, C.BD)
@@ -145,13 +145,13 @@ def sum_kernel(
 
 
 @triton.jit
-def dq_sum_kernel(p_part, p_indices, T, scale, p_dq, C: tl.constexpr):
-    """The parts of a query's blocks, in order; C.BQ queries to a program."""
+def dq_sum_kernel(p_partial, p_indices, T, scale, p_dq, C: tl.constexpr):
+    """The sum of what a query's blocks add to dq, in order; C.BQ queries to a program."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
     o_t, _, m_row, o_out = tile_rows(i_t, i_b, i_hk, T, C)
     b_dq = tl.full([C.BQ * C.GP, C.BD], 0.0, tl.float32)
     for n in tl.range(C.K, loop_unroll_factor=4):
-        o_row, m_part = part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
-        b_dq += load_matrix_rows(p_part, o_row, m_part, C.D, C.BD).to(tl.float32)
+        o_row, m_partial = partial_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
+        b_dq += load_matrix_rows(p_partial, o_row, m_partial, C.D, C.BD).to(tl.float32)
     store_matrix_rows(p_dq, b_dq * scale, o_out, m_row, C.D, C.BD)

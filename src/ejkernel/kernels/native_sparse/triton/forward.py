@@ -1,4 +1,4 @@
-"""The forward kernels: by queries, over the blocks of a tile of them; or by keys, in parts that are merged.
+"""The forward kernels: by queries, over the blocks of a tile of them; or by keys, with partial results that are merged.
 
 Each runs twice, as in the softmax family: fast, and then nan-safe (C.GUARD) in the programs in which a nan turned up,
 which may have leaked from a hidden value: 0 * nan is nan.
@@ -17,7 +17,7 @@ from ejkernel.kernels.native_sparse.triton.tiles import (
     item_keys,
     listed_keys,
     load_matrix_rows,
-    part_rows,
+    partial_rows,
     query_rows,
     store_matrix_rows,
     store_outputs,
@@ -70,12 +70,12 @@ def forward_kernel(
 
 @triton.jit
 def partial_kernel(
-    p_q, p_k, p_v, p_starts, p_limits, p_indices, p_order, p_items, p_flags, p_old_part, p_old_lse,
+    p_q, p_k, p_v, p_starts, p_limits, p_indices, p_order, p_items, p_flags, p_old_out, p_old_lse,
     T, S, N, scale,
-    p_part, p_lse, p_bad,
+    p_partial, p_lse, p_bad,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Of the queries that selected a block, one tile of keys and a stretch of them: a part for each of their blocks."""
+    """An item's entries against its tile of keys: a partial result for each query and block."""
     i_item, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
     i_row = i_bh * tl.num_programs(0) + i_item
@@ -103,28 +103,28 @@ def partial_kernel(
         b_sum = tl.sum(b_p, 1)
         b_total, b_lse = softmax_result(b_max, b_sum)
         b_out = weighted_sum(b_p, b_v, m_seen, tl.full([R, C.BDV], 0.0, tl.float32), C) / b_total[:, None]
-        o_part = entry_rows(o_entry, i_bh, T, C)
-        store_matrix_rows(p_part, b_out, o_part, m_row, C.DV, C.BDV)
-        tl.store(p_lse + o_part, b_lse, mask=m_row)
+        o_partial = entry_rows(o_entry, i_bh, T, C)
+        store_matrix_rows(p_partial, b_out, o_partial, m_row, C.DV, C.BDV)
+        tl.store(p_lse + o_partial, b_lse, mask=m_row)
         b_bad = tl.maximum(b_bad, has_nan(b_out))
     if not C.GUARD:
         tl.store(p_bad + i_row + tl.arange(0, 1), b_bad)
 
 
 @triton.jit
-def merge_kernel(p_part, p_part_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.constexpr):
-    """The parts of a query's blocks, and its sinks, into one answer; C.BQ queries to a program."""
+def merge_kernel(p_partial, p_partial_lse, p_indices, p_sinks, T, p_out, p_lse, C: tl.constexpr):
+    """The partial results of a query's blocks, and its sinks, merged; C.BQ queries to a program."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = i_bh // C.HK, i_bh % C.HK
     o_t, o_h, m_row, o_out = tile_rows(i_t, i_b, i_hk, T, C)
     b_max, b_sum = first_softmax(p_sinks, i_b, o_h, m_row, C)
     b_out = tl.full([C.BQ * C.GP, C.BDV], 0.0, tl.float32)
     for n in tl.range(C.K, loop_unroll_factor=4):
-        o_row, m_part = part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
-        b_part = tl.load(p_part_lse + o_row, mask=m_part, other=float("-inf"))
-        b_max, b_base, b_shrink = online_softmax(b_max, b_part, True)
-        b_weight = tl.exp2(b_part - b_base)
+        o_row, m_partial = partial_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C)
+        b_partial = tl.load(p_partial_lse + o_row, mask=m_partial, other=float("-inf"))
+        b_max, b_base, b_shrink = online_softmax(b_max, b_partial, True)
+        b_weight = tl.exp2(b_partial - b_base)
         b_sum = b_sum * b_shrink + b_weight
-        b_x = load_matrix_rows(p_part, o_row, m_part, C.DV, C.BDV).to(tl.float32)
+        b_x = load_matrix_rows(p_partial, o_row, m_partial, C.DV, C.BDV).to(tl.float32)
         b_out = b_out * b_shrink[:, None] + b_x * b_weight[:, None]
     store_outputs(p_out, p_lse, b_out, b_max, b_sum, o_out, m_row, i_b, o_h, o_t, T, C)

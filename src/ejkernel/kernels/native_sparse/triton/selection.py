@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.triton_launch import TritonLaunch
 from ejkernel.kernels.native_sparse.selection import assembled
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -58,8 +59,7 @@ def search_space(call: Call) -> list[Config]:
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
-    from ejkernel.bridge import triton_call
-    from ejkernel.kernels.native_sparse.triton.selection_kernel import select_kernel
+    from ejkernel.kernels.native_sparse.triton.selection_kernel import Constants, select_kernel
 
     B, T, H, D = call["query"].shape
     N, Hkv = call["key"].shape[1:3]
@@ -68,21 +68,8 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         return {"indices": assembled(call, jnp.zeros((B, T, Hkv, 0), jnp.int32))}, {}
     queries = max(1, min(_MOST_QUERIES, config.rows // power_of_two(_group(call))))
     heads = max(power_of_two(_group(call)), 16 // queries)
-    piece = max(config.blocks, min(power_of_two(N), _WEIGHTS * config.warps // queries))
-    best = triton_call(
-        select_kernel,
-        call["query"],
-        call["key"],
-        call["lse"],
-        call["first_row"],
-        call["own_block"],
-        T,
-        N,
-        call.spec.scale,
-        out_shape=jax.ShapeDtypeStruct((B, T, Hkv, chosen), jnp.int32),
-        grid=(-(-T // queries), B * Hkv),
-        num_warps=config.warps,
-        num_stages=config.stages,
+    held = max(config.blocks, min(power_of_two(N), _WEIGHTS * config.warps // queries))
+    constants = Constants(
         H=H,
         HK=Hkv,
         G=_group(call),
@@ -91,13 +78,18 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         BD=power_of_two(D, 16),
         BQ=queries,
         BN=config.blocks,
-        TILES=piece // config.blocks,
+        TILES=held // config.blocks,
         CHOSEN=chosen,
         BEST=power_of_two(chosen, 2),
         FIRST_B=call["first_row"].shape[0] > 1,
         OWN_BLOCK_B=call["own_block"].shape[0] > 1,
         PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
     )
+    names = {"p_q": "query", "p_k": "key", "p_lse": "lse", "p_first": "first_row", "p_own_block": "own_block"}
+    values = {parameter: call[name] for parameter, name in names.items()}
+    values |= {"T": T, "N": N, "scale": call.spec.scale}
+    launch = TritonLaunch(values, constants, (-(-T // queries), B * Hkv), config.warps, config.stages)
+    best = launch.run(select_kernel, jax.ShapeDtypeStruct((B, T, Hkv, chosen), jnp.int32))
     return {"indices": assembled(call, best)}, {}
 
 

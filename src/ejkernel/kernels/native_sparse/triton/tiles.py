@@ -21,7 +21,7 @@ class Constants:
         BK: keys of a tile.
         ENTRIES: room in a row of the lists of blocks.
         MEMBERS: whether queries of a tile share a list, and bits say who has which block.
-        DQ_PARTS: whether dq is summed from what each of a query's blocks adds to it.
+        DQ_PARTIALS: whether dq is summed from what each of a query's blocks adds to it.
         SINKS, SINKS_B: whether there are sinks, and one for each batch.
         STARTS_B, LIMITS_B: whether these differ between batches.
         GUARD: whether this is the nan-safe launch, over the programs that a fast one marked.
@@ -45,7 +45,7 @@ class Constants:
     LIMITS_B: bool
     ENTRIES: int = 1
     MEMBERS: bool = False
-    DQ_PARTS: bool = False
+    DQ_PARTIALS: bool = False
     SINKS: bool = False
     SINKS_B: bool = False
     GUARD: bool = False
@@ -87,11 +87,11 @@ def query_rows(p_limits, i_t, i_b, i_hk, T, S, C: tl.constexpr):
 
 
 @triton.jit
-def part_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C: tl.constexpr):
-    """Rows of the parts of each query's n-th block, and which exist: of a block that is none, none was written."""
+def partial_rows(p_indices, o_t, m_row, n, i_b, i_hk, i_bh, T, C: tl.constexpr):
+    """Rows of the partial results of each query's n-th block, and which exist: none is written for an index of -1."""
     o_index = ((i_b.to(tl.int64) * T + o_t) * C.HK + i_hk) * C.K + n
-    m_part = m_row & (tl.load(p_indices + o_index, mask=m_row, other=-1) >= 0)
-    return entry_rows(o_t * C.K + n, i_bh, T, C), m_part
+    m_partial = m_row & (tl.load(p_indices + o_index, mask=m_row, other=-1) >= 0)
+    return entry_rows(o_t * C.K + n, i_bh, T, C), m_partial
 
 
 @triton.jit
@@ -160,14 +160,14 @@ def listed_keys(p_list, p_members, n, n_blocks, b_limit, S, C: tl.constexpr):
 
 @triton.jit
 def tile_keys(p_starts, i_tile, N, S, C: tl.constexpr):
-    """The keys of a tile: several small blocks, up to where the next tile begins, or a part of a large one."""
-    PARTS: tl.constexpr = 1 if C.BS <= C.BK else tl.cdiv(C.BS, C.BK)
+    """The keys of a tile: several small blocks, up to where the next tile begins, or a sub-block of a large one."""
+    SUB_BLOCKS: tl.constexpr = 1 if C.BS <= C.BK else tl.cdiv(C.BS, C.BK)
     BLOCKS: tl.constexpr = 1 if C.BS >= C.BK else C.BK // C.BS
-    i_block = i_tile // PARTS * BLOCKS
+    i_block = i_tile // SUB_BLOCKS * BLOCKS
     i_next = i_block + BLOCKS
     i_stop = tl.load(p_starts + tl.minimum(i_next, N - 1))
     i_stop = tl.where(i_next < N, i_stop, S)
-    o_k = tl.load(p_starts + i_block) + i_tile % PARTS * C.BK + tl.arange(0, C.BK)
+    o_k = tl.load(p_starts + i_block) + i_tile % SUB_BLOCKS * C.BK + tl.arange(0, C.BK)
     return o_k, o_k < i_stop
 
 
@@ -196,7 +196,7 @@ def entry_sees(p_indices, p_starts, p_limits, o_entry, i_b, i_hk, T, N, C: tl.co
 
 @triton.jit
 def entry_rows(o_entry, i_bh, T, C: tl.constexpr):
-    """Rows of the parts of entries, which are in the order of the indices: (B, Hkv, T * K, G)."""
+    """Rows of the partial results of entries, which are in the order of the indices: (B, Hkv, T * K, G)."""
     return (i_bh.to(tl.int64) * T * C.K + o_entry) * C.G + tl.arange(0, C.BQ * C.GP) % C.GP
 
 

@@ -9,13 +9,13 @@ VMEM in bytes, for tiles of t query tokens and blocks of k keys; e bytes per num
     heads     k * Hkv * (D + Dv) * c             a block with heads first, where each head is multiplied on its own
     logits    4 * 4 * rows * columns             float32 logits, weights and masks of a matmul, alive at once
     operands  columns * (D + Dv) * (c + 4)       its keys and values as they are multiplied, and in float32
-    queries   4 * t * H * D                      as they are turned into rows, in float32
+    queries   4 * t * H * D                      in float32, before they become rows
     state     4 * rows * (Dv + 256)              sum, maximum and total of one matmul, while they are replaced
 
     scales    8 * t * H * 128                    those of keys and values and the sinks, by row, where there are any
 
 A float8 cache takes 4 bytes more per operand on its way. A float32 matmul is made of bfloat16 ones: 6 bytes more for
-each number it reads (operands, weights and queries), and queries are held once more before they are turned.
+each number it reads (operands, weights and queries), and queries are held once more before they become rows.
 
 SMEM: 4 bytes per entry of the page table and per sequence, 16 per tile.
 """

@@ -6,7 +6,7 @@ multiplied the queries and the first block of the next tile do. Only pages with 
 
 Of a block, heads are taken in one of two ways (`Rows`): with few query rows all heads meet in one matmul and pairs of
 different heads are hidden, as a block must pass the matrix unit once anyway and rows below its size are free; with many
-rows the block is turned to (heads, tokens, head_dim), once for all rows, and each head is multiplied on its own.
+rows the block is transposed to (heads, tokens, head_dim), once for all rows, and each head is multiplied on its own.
 """
 
 from dataclasses import dataclass
@@ -437,8 +437,8 @@ class Kernel:
             wrong = jnp.where(wide - wide == 0.0, 0.0, 1.0)
             counts = matmul(jnp.ones((SUBLANES, wide.shape[1]), jnp.float32), wrong, (1, 1))
             counts = (pltpu.roll(counts, counts.shape[1] - 1, 1) if shift else counts)[:1]
-            clean = jnp.where(wrong == 0.0, wide, 0.0).astype(value.dtype)
-            keep(absorb(jnp.where(counts > 0.0, jnp.nan, logits), clean))
+            finite = jnp.where(wrong == 0.0, wide, 0.0).astype(value.dtype)
+            keep(absorb(jnp.where(counts > 0.0, jnp.nan, logits), finite))
 
     def finish(self, refs: Refs, v: int, rows: Rows, current: Tile) -> None:
         """Normalised rows, and the copies that bring them out."""

@@ -4,6 +4,7 @@ Sequences with few query rows go to the decode kernel, which splits their keys o
 prefill kernel, which splits their rows. A ragged call launches both, and on the device each sequence belongs to one.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.common.triton_launch import TritonLaunch
-from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions
+from ejkernel.kernels.paged.spec import Dimensions, dimensions
 from ejkernel.ops import Call, Implementation
 
 # query rows that a program of the decode kernel may hold: tokens times the query heads of a key head
@@ -181,6 +182,12 @@ def _cache(call: Call) -> Any:
     return call["kv_pages" if "kv_pages" in call else "key_pages"]
 
 
+_OPTIONAL = {
+    "INTERLEAVED": "kv_pages", "TABLE": "block_tables", "COUNTED": "num_seqs", "STARTS": "starts", "SINKS": "sinks",
+    "K_SCALED": "k_scale", "V_SCALED": "v_scale",
+}  # fmt: skip
+
+
 def _constants(call: Call, **tiles: Any) -> Any:
     """What a kernel of a call is compiled for; `tiles` are its own constants."""
     from ejkernel.kernels.paged.triton.tiles import Constants
@@ -198,16 +205,10 @@ def _constants(call: Call, **tiles: Any) -> Any:
         DV=dims.Dv,
         BD=power_of_two(dims.D, least),
         BDV=power_of_two(dims.Dv, least),
-        INTERLEAVED="kv_pages" in call,
         WINDOW=spec.window,
         CAUSAL=spec.causal,
         CAPPED=spec.soft_cap is not None,
-        TABLE="block_tables" in call,
-        COUNTED="num_seqs" in call,
-        STARTS="starts" in call,
-        SINKS="sinks" in call,
-        K_SCALED="k_scale" in call,
-        V_SCALED="v_scale" in call,
+        **{constant: name in call for constant, name in _OPTIONAL.items()},
         NARROW=cache.dtype.itemsize == 1 and call["query"].dtype == jnp.bfloat16,
         PTX=call.target.capability > 0,  # 0: in the interpreter
         PRECISION="tf32x3" if call["query"].dtype == jnp.float32 else "tf32",
@@ -217,45 +218,21 @@ def _constants(call: Call, **tiles: Any) -> Any:
 
 def _values(call: Call) -> dict[str, Any]:
     """What the kernels' parameters may be given, by name."""
-    spec: Spec = call.spec
-    dims = dimensions(call)
+    dims, scale, cap = dimensions(call), call.spec.scale, call.spec.soft_cap
     keys, values = ("kv_pages", "kv_pages") if "kv_pages" in call else ("key_pages", "value_pages")
+    arrays = {"q": "query", "k": keys, "v": values, "table": "block_tables", "lens": "context_lens"}
+    arrays |= {name: name for name in ("query_start", "num_seqs", "starts", "sinks", "k_scale", "v_scale")}
 
-    def stride(name: str, size: int) -> int:
-        """How far independent the rows of the batch axis are; 0 where an array broadcasts along it."""
-        return size if name in call and call[name].shape[0] > 1 else 0
+    def stride(name: str) -> int:
+        """Entries (of pages: tokens) in a row of the batch axis; 0 where an array broadcasts along it."""
+        return math.prod(call[name].shape[1:3]) if name in call and call[name].shape[0] > 1 else 0
 
-    return {
-        "p_q": call["query"],
-        "p_k": call[keys],
-        "p_v": call[values],
-        "p_table": call.get("block_tables"),
-        "p_lens": call["context_lens"],
-        "p_query_start": call.get("query_start"),
-        "p_num_seqs": call.get("num_seqs"),
-        "p_starts": call.get("starts"),
-        "p_sinks": call.get("sinks"),
-        "p_k_scale": call.get("k_scale"),
-        "p_v_scale": call.get("v_scale"),
-        "T": dims.T,
-        "N": dims.N,
-        "P": dims.P,
-        "W": dims.W,
-        "S": dims.S,
-        "H": dims.H,
-        "scale": spec.scale,
-        "soft_cap": spec.soft_cap or 1.0,
-        "s_k": stride(keys, dims.P * dims.L),
-        "s_v": stride(values, dims.P * dims.L),
-        "s_table": stride("block_tables", dims.N * dims.W),
-        "s_lens": stride("context_lens", dims.N),
-        "s_query_start": stride("query_start", dims.N + 1),
-        "s_num_seqs": stride("num_seqs", 1),
-        "s_starts": stride("starts", dims.N),
-        "s_sinks": stride("sinks", dims.H),
-        "s_k_scale": stride("k_scale", dims.Hkv),
-        "s_v_scale": stride("v_scale", dims.Hkv),
-    }
+    return (
+        {f"p_{parameter}": call.get(name) for parameter, name in arrays.items()}
+        | {f"s_{parameter}": stride(name) for parameter, name in arrays.items()}
+        | {letter: getattr(dims, letter) for letter in "TNPWSH"}
+        | {"scale": scale, "soft_cap": cap or 1.0}
+    )
 
 
 _OLD = ("p_old_out", "p_old_lse", "p_old_max")

@@ -1,7 +1,7 @@
 """Few query rows per sequence: one program attends to a split of a sequence's keys for all query heads of one key head.
 
-The splits are of the real length, found on the device. More than one leave their running softmax in memory, and a
-second kernel merges them.
+The splits are of the real length, which only the device knows. More than one leave their running softmax in memory,
+and a second kernel merges them.
 """
 
 import triton

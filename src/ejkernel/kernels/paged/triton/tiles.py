@@ -67,7 +67,7 @@ class Constants:
     BS: int = 1
     CHUNK: int = 1
 
-    # how far apart tokens and heads are in the cache, and where the values of a head begin
+    # strides of tokens and heads in the cache, in elements, and where the values of a head begin
     @property
     def K_HEAD(self) -> int:
         return self.D * (2 if self.INTERLEAVED else 1)

@@ -1,5 +1,6 @@
 """Mean pooling in Triton: forward one program per row and slice of its width, backward per block of tokens."""
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -7,6 +8,7 @@ import jax
 
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import ceil_div, power_of_two
+from ejkernel.kernels.common.triton_launch import TritonLaunch
 from ejkernel.kernels.pooling.spec import batch, row_bounds, token_rows
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -32,8 +34,7 @@ def unsupported(call: Call) -> list[str]:
 
 def default_config(call: Call) -> Config:
     """Wide and flat: best of a search on an H200 at 2048 channels; fewer channels take more tokens (not searched)."""
-    _, _, H, D = call["x"].shape
-    block_w = min(1024, power_of_two(H * D, 16))
+    block_w = min(1024, power_of_two(math.prod(call["x"].shape[2:]), 16))
     block_t = min(4096 // block_w, power_of_two(call.spec.chunk_size))
     return Config(block_t, block_w, num_warps=min(4, max(1, block_t * block_w // 1024)))
 
@@ -43,51 +44,31 @@ def search_space(call: Call) -> list[Config]:
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
-    from ejkernel.bridge import triton_call
     from ejkernel.kernels.pooling.triton.kernels import pooling_fwd_kernel
 
-    x, bounds = call["x"], row_bounds(call)
-    B, rows, (_, T, H, D) = batch(call), call.spec.rows, x.shape
-    out = triton_call(
-        pooling_fwd_kernel,
-        x,
-        bounds,
-        T,
-        rows,
-        out_shape=jax.ShapeDtypeStruct((B, rows, H, D), x.dtype),
-        grid=(B * rows * ceil_div(H * D, config.block_w),),
-        num_warps=config.num_warps,
-        X_BATCHED=x.shape[0] > 1,
-        BOUNDS_BATCHED=bounds.shape[0] > 1,
-        W=H * D,
-        BLOCK_T=config.block_t,
-        BLOCK_W=config.block_w,
-    )
-    return {"out": out}, {}
+    x, B, rows = call["x"], batch(call), call.spec.rows
+    struct = jax.ShapeDtypeStruct((B, rows, *x.shape[2:]), x.dtype)
+    return {"out": _launch(call, config, B * rows, p_x=x).run(pooling_fwd_kernel, struct)}, {}
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
-    from ejkernel.bridge import triton_call
     from ejkernel.kernels.pooling.triton.kernels import pooling_bwd_kernel
 
-    x, dout, bounds, tokens = call["x"], cotangents["out"], row_bounds(call), token_rows(call)
-    B, T, H, D = x.shape
-    dx = triton_call(
-        pooling_bwd_kernel,
-        dout,
-        bounds,
-        tokens,
-        T,
-        call.spec.rows,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(B * ceil_div(T, config.block_t) * ceil_div(H * D, config.block_w),),
-        num_warps=config.num_warps,
-        BOUNDS_BATCHED=bounds.shape[0] > 1,
-        W=H * D,
-        BLOCK_T=config.block_t,
-        BLOCK_W=config.block_w,
-    )
-    return {"x": dx}
+    x, blocks = call["x"], ceil_div(call["x"].shape[1], config.block_t)
+    arrays = {"p_dout": cotangents["out"], "p_token_rows": token_rows(call)}
+    launch = _launch(call, config, x.shape[0] * blocks, **arrays)
+    return {"x": launch.run(pooling_bwd_kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))}
+
+
+def _launch(call: Call, config: Config, programs: int, **arrays: jax.Array) -> TritonLaunch:
+    """A launch of so many programs for each block of channels."""
+    from ejkernel.kernels.pooling.triton.kernels import Constants
+
+    (B, T, *channels), bounds = call["x"].shape, row_bounds(call)
+    W = math.prod(channels)
+    constants = Constants(B > 1, bounds.shape[0] > 1, W, config.block_t, config.block_w)
+    values = {"p_bounds": bounds, "T": T, "rows": call.spec.rows, **arrays}
+    return TritonLaunch(values, constants, (programs * ceil_div(W, config.block_w),), config.num_warps, 2)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)

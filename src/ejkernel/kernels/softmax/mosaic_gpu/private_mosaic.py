@@ -1,4 +1,4 @@
-"""All that these kernels use of Mosaic GPU beyond its documented names: nothing else here imports it.
+"""All that these kernels use of Mosaic GPU beyond its documented names; no other file of this folder imports that.
 
 Lowered with JAX 0.10.2 and 0.11.2, and run on an H200 with the latter. What is used:
 

@@ -47,7 +47,7 @@ def attempts(scratch: dict[str, Any], attempt: Callable[[Any], Any]) -> None:
     """Run attempt(retry) with retry false; if it left a nan anywhere, once more with retry true.
 
     A masked weight is 0, and 0 times a nan is a nan in the sums of rows that must not see it. To make every masked tile
-    finite while it is copied costs up to a tenth of the time, so it waits until a nan has turned up. All warpgroups run
+    finite while it is copied costs up to a tenth of the time, so it is done only after a nan. All warpgroups run
     this loop and read the same flag.
     """
     if "retry_decided" not in scratch:

@@ -88,14 +88,7 @@ def vmem_bytes(call: Call, config: Config) -> dict[str, int]:
 
 def _scratch_bytes(name: str, call: Call, q: int, k: int) -> int:
     """Bytes of what a kernel keeps from tile to tile."""
-    kept = {
-        "forward": lambda: forward.scratch(call, q),
-        "dq": lambda: backward.dquery_scratch(call, q),
-        "dkv": lambda: backward.dkey_dvalue_scratch(call, k),
-        "dbias": lambda: backward.dbias_scratch(call, q, k),
-        "drow": lambda: backward.operand_scratch(call, False, q, k),
-        "dcolumn": lambda: backward.operand_scratch(call, True, q, k),
-    }[name]()
+    kept = forward.scratch(call, q) if name == "forward" else backward.scratch(name, call, q, k)
     return sum(tile_bytes(*shape_and_dtype) for shape_and_dtype in kept.values())
 
 
@@ -168,18 +161,18 @@ def unsupported_config(call: Call, config: Config) -> list[str]:
     blocks = {size for pair in (config.forward, config.backward) for size in pair}
     reasons = []
     if not call.target.interpreted and any(size % LANES for size in blocks):
-        reasons.append(f"{config}: blocks must be multiples of {LANES}")
-    for kernel, need in vmem_bytes(call, config).items():
-        if need > chip.vmem_budget:
-            reasons.append(
-                f"{config}: {kernel} needs {need / MIB:.1f} MiB of VMEM, {chip.name} has {chip.vmem_budget / MIB:.1f}"
-            )
-    for kernel, need in _scalar_bytes(call, config).items():
-        if need > SMEM_BYTES // 2:
-            reasons.append(
-                f"{config}: {kernel} needs {need / 1024:.0f} KiB of scalar memory, {SMEM_BYTES // 2048} are to spare"
-            )
-    return reasons
+        reasons.append(f"blocks must be multiples of {LANES}")
+    reasons += [
+        f"{kernel} needs {need / MIB:.1f} MiB of VMEM, {chip.name} has {chip.vmem_budget / MIB:.1f}"
+        for kernel, need in vmem_bytes(call, config).items()
+        if need > chip.vmem_budget
+    ]
+    reasons += [
+        f"{kernel} needs {need / 1024:.0f} KiB of scalar memory, {SMEM_BYTES // 2048} are to spare"
+        for kernel, need in _scalar_bytes(call, config).items()
+        if need > SMEM_BYTES // 2
+    ]
+    return [f"{config}: {reason}" for reason in reasons]
 
 
 # large tiles are faster; in this order, the first that fits
@@ -189,16 +182,13 @@ _BLOCKS = ((1024, 1024), (1024, 512), (512, 1024), (512, 512), (256, 512), (256,
 def default_config(call: Call) -> Config:
     """The largest tiles that fit in VMEM and do not waste most of their work on hidden pairs."""
     budget, most = chip_of(call.target).vmem_budget, _useful_block(call)
+    blocks = [block for block in _BLOCKS if max(block) <= most]
     fitting = {
-        kernel: next((b for b in _BLOCKS if max(b) <= most and _needs(call, b)[kernel] <= budget), _BLOCKS[-1])
+        kernel: next((b for b in blocks if vmem_bytes(call, Config(*b))[kernel] <= budget), _BLOCKS[-1])
         for kernel in vmem_bytes(call, Config())
     }
     backward = max((block for kernel, block in fitting.items() if kernel != "forward"), key=_BLOCKS.index)
     return Config(*fitting["forward"], *backward)
-
-
-def _needs(call: Call, block: tuple[int, int]) -> dict[str, int]:
-    return vmem_bytes(call, Config(*block))
 
 
 def _useful_block(call: Call) -> int:

@@ -103,8 +103,63 @@ def _tile(
     return kept, ds
 
 
-def dquery_scratch(call: Call, block_q: int) -> dict[str, Scratch]:
-    return {"sum": ((dimensions(call).D, block_q), jnp.float32)}
+class _Visit(NamedTuple):
+    """A step of the grid, and the blocks of its tile for products that sum over rows."""
+
+    at: GridStep
+    inputs: _Inputs
+
+
+def scratch(kernel: str, call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
+    """The sums that a kernel keeps from tile to tile."""
+    dims = dimensions(call)
+    if kernel == "dbias":
+        _, _, T, S = call["bias"].shape
+        shapes = {"sum": (block_q if T > 1 else 1, block_k if S > 1 else 1)}
+    elif kernel == "dq":
+        shapes = {"sum": (dims.D, block_q)}
+    elif kernel in ("drow", "dcolumn"):
+        shapes = {"sum": (1, block_q) if kernel == "drow" else (dims.G, block_k)}
+    else:
+        shapes = {"dk": (dims.D, block_k), "dv": (dims.Dv, block_k)}
+    return {name: (shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def _launch(
+    name: str,
+    tiles: Tiles,
+    rows: Rows,
+    outputs: Any,
+    width: int,
+    step: Any,
+    finish: Any,
+    operand_slope: Expression | None = None,
+) -> dict[str, jax.Array]:
+    """The outputs of the kernel of that name, which sums in VMEM over the tiles of each row of the schedule.
+
+    `step(sums, tile, weights, ds)` adds a tile, `finish(outputs, sums)` writes what a row comes to. `operand_slope` is
+    that of `_tile`.
+    """
+
+    def kernel(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
+        at = tiles.current_step(scalars)
+
+        @pl.when(at.has(FIRST))
+        def _start() -> None:
+            for sums in kept.values():
+                sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+        def visit(masked: bool) -> None:
+            inputs = _Inputs.read(arrays)
+            made = _tile(tiles, scalars, arrays, inputs, at, masked, operand_slope)
+            step(kept, _Visit(at, inputs.nonfinite_zeroed(masked)), *made)
+
+        tiles.visit(at, visit)
+        pl.when(at.has(LAST))(lambda: finish(outs, kept))
+
+    kernel.__name__ = f"softmax_{name}"
+    kept = scratch(name, tiles.call, tiles.block_q, tiles.block_k)
+    return tiles.launch(kernel, _operands(tiles, rows), outputs, kept, width)
 
 
 def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
@@ -112,33 +167,15 @@ def dquery(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     tiles = Tiles.of(call, block_q, block_k, "q")
     B, T, _, H, _, D, Dv = tiles.dims
     outputs = {"dq": (jax.ShapeDtypeStruct((B, H, D, T), call["query"].dtype), tiles.of_queries(D))}
-    scratch = dquery_scratch(call, tiles.block_q)
 
-    def softmax_dq(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, tile: _Visit, p: jax.Array, ds: jax.Array) -> None:
+        key = tile.inputs.key
+        kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["dq"][...] = (kept["sum"][...] * tiles.spec.scale).astype(outs["dq"].dtype)
 
-        def step(masked: bool) -> None:
-            inputs = _Inputs.read(arrays)
-            _, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
-            key = inputs.nonfinite_zeroed(masked).key
-            kept["sum"][...] += tiles.dot(key, ds.astype(key.dtype), (1, 0))
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["dq"][...] = (kept["sum"][...] * tiles.spec.scale).astype(outs["dq"].dtype)
-
-    return length_second(tiles.launch(softmax_dq, _operands(tiles, rows), outputs, scratch, 2 * D + Dv)["dq"])
-
-
-def dkey_dvalue_scratch(call: Call, block_k: int) -> dict[str, Scratch]:
-    dims = dimensions(call)
-    return {name: ((dim, block_k), jnp.float32) for name, dim in (("dk", dims.D), ("dv", dims.Dv))}
+    return length_second(_launch("dq", tiles, rows, outputs, 2 * D + Dv, step, finish)["dq"])
 
 
 def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax.Array, jax.Array]:
@@ -149,36 +186,18 @@ def dkey_dvalue(call: Call, rows: Rows, block_q: int, block_k: int) -> tuple[jax
         "dk": (jax.ShapeDtypeStruct((B, Hkv, D, S), call["key"].dtype), tiles.of_keys(D)),
         "dv": (jax.ShapeDtypeStruct((B, Hkv, Dv, S), call["value"].dtype), tiles.of_keys(Dv)),
     }
-    scratch = dkey_dvalue_scratch(call, tiles.block_k)
 
-    def softmax_dkv(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, tile: _Visit, p: jax.Array, ds: jax.Array) -> None:
+        query, _, _, dout = tile.inputs
+        kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
+        kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            for sums in kept.values():
-                sums[...] = jnp.zeros(sums.shape, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["dk"][...] = (kept["dk"][...] * tiles.spec.scale).astype(outs["dk"].dtype)
+        outs["dv"][...] = kept["dv"][...].astype(outs["dv"].dtype)
 
-        def step(masked: bool) -> None:
-            inputs = _Inputs.read(arrays)
-            p, ds = _tile(tiles, scalars, arrays, inputs, at, masked)
-            query, _, _, dout = inputs.nonfinite_zeroed(masked)
-            kept["dv"][...] += tiles.dot(dout, p.astype(dout.dtype), (1, 1))
-            kept["dk"][...] += tiles.dot(query, ds.astype(query.dtype), (1, 1))
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["dk"][...] = (kept["dk"][...] * tiles.spec.scale).astype(outs["dk"].dtype)
-            outs["dv"][...] = kept["dv"][...].astype(outs["dv"].dtype)
-
-    done = tiles.launch(softmax_dkv, _operands(tiles, rows), outputs, scratch, 2 * (D + Dv))
+    done = _launch("dkv", tiles, rows, outputs, 2 * (D + Dv), step, finish)
     return length_second(done["dk"]), length_second(done["dv"])
-
-
-def operand_scratch(call: Call, of_keys: bool, block_q: int, block_k: int) -> dict[str, Scratch]:
-    return {"sum": ((dimensions(call).G, block_k) if of_keys else (1, block_q), jnp.float32)}
 
 
 def operand_gradient(call: Call, rows: Rows, block_q: int, block_k: int, of_keys: bool, slope: Expression) -> jax.Array:
@@ -192,31 +211,18 @@ def operand_gradient(call: Call, rows: Rows, block_q: int, block_k: int, of_keys
     shape = (B, Hkv, tiles.dims.G, S) if of_keys else (B, H, 1, T)
     block = tiles.of_keys(tiles.dims.G) if of_keys else tiles.of_queries(1)
     outputs = {"sums": (jax.ShapeDtypeStruct(shape, jnp.float32), block)}
-    scratch = operand_scratch(call, of_keys, tiles.block_q, tiles.block_k)
 
-    def kernel(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, tile: _Visit, p: jax.Array, gradient: jax.Array) -> None:
+        if of_keys:
+            kept["sum"][pl.ds(tile.at.member, 1)] += transposed(gradient.sum(1, keepdims=True))
+        else:
+            kept["sum"][...] += gradient.sum(0, keepdims=True)
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            kept["sum"][...] = jnp.zeros(kept["sum"].shape, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["sums"][...] = kept["sum"][...]
 
-        def step(masked: bool) -> None:
-            _, gradient = _tile(tiles, scalars, arrays, _Inputs.read(arrays), at, masked, slope)
-            if of_keys:
-                kept["sum"][pl.ds(at.member, 1)] += transposed(gradient.sum(1, keepdims=True))
-            else:
-                kept["sum"][...] += gradient.sum(0, keepdims=True)
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["sums"][...] = kept["sum"][...]
-
-    kernel.__name__ = "softmax_dcolumn" if of_keys else "softmax_drow"
-    sums = tiles.launch(kernel, _operands(tiles, rows), outputs, scratch, D + Dv)["sums"]
-    return sums.reshape(B, H, -1)
+    name = "dcolumn" if of_keys else "drow"
+    return _launch(name, tiles, rows, outputs, D + Dv, step, finish, slope)["sums"].reshape(B, H, -1)
 
 
 class _BiasStep(GridStep):
@@ -276,39 +282,18 @@ class BiasTiles(Tiles):
         return _BiasStep(self, index, scalars)
 
 
-def dbias_scratch(call: Call, block_q: int, block_k: int) -> dict[str, Scratch]:
-    _, _, T, S = call["bias"].shape
-    return {"sum": ((block_q if T > 1 else 1, block_k if S > 1 else 1), jnp.float32)}
-
-
 def dbias(call: Call, rows: Rows, block_q: int, block_k: int) -> jax.Array:
     """The gradient of the bias in its own shape, summed over the axes it broadcasts along."""
     tiles = BiasTiles.of_bias(call, block_q, block_k)
     bias = call["bias"]
-    block = tiles.of_matrix(bias.shape)
-    scratch = dbias_scratch(call, tiles.block_q, tiles.block_k)
-    sums = scratch["sum"][0]
-    outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), block)}
+    outputs = {"dbias": (jax.ShapeDtypeStruct(bias.shape, bias.dtype), tiles.of_matrix(bias.shape))}
 
-    def softmax_dbias(scalars: Scalars, arrays: Refs, outs: Refs, kept: Refs) -> None:
-        at = tiles.current_step(scalars)
+    def step(kept: Refs, tile: _Visit, p: jax.Array, ds: jax.Array) -> None:
+        for axis, size in enumerate(kept["sum"].shape):  # a tile is (keys, queries), a bias (queries, keys)
+            ds = ds.sum(1 - axis, keepdims=True) if size == 1 else ds
+        kept["sum"][...] += transposed(ds)
 
-        @pl.when(at.has(FIRST))
-        def _start() -> None:
-            kept["sum"][...] = jnp.zeros(sums, jnp.float32)
+    def finish(outs: Refs, kept: Refs) -> None:
+        outs["dbias"][...] = kept["sum"][...].astype(outs["dbias"].dtype)
 
-        def step(masked: bool) -> None:
-            _, ds = _tile(tiles, scalars, arrays, _Inputs.read(arrays), at, masked)
-            if sums[0] == 1:
-                ds = ds.sum(1, keepdims=True)
-            if sums[1] == 1:
-                ds = ds.sum(0, keepdims=True)
-            kept["sum"][...] += transposed(ds)
-
-        tiles.visit(at, step)
-
-        @pl.when(at.has(LAST))
-        def _finish() -> None:
-            outs["dbias"][...] = kept["sum"][...].astype(outs["dbias"].dtype)
-
-    return tiles.launch(softmax_dbias, _operands(tiles, rows), outputs, scratch, tiles.dims.D + tiles.dims.Dv)["dbias"]
+    return _launch("dbias", tiles, rows, outputs, tiles.dims.D + tiles.dims.Dv, step, finish)["dbias"]

@@ -54,7 +54,7 @@ def whole_block(block: int, length: int) -> int:
 
 
 class GridStep:
-    """The tile of one step of the grid. Scalar memory is read when asked: an index map needs little of it."""
+    """The tile of one step of the grid. A property reads scalar memory when it is used: index maps use few of them."""
 
     def __init__(self, tiles: "Tiles", index: tuple[Any, ...], scalars: Scalars):
         self.tiles, self.index, self.scalars = tiles, index, scalars

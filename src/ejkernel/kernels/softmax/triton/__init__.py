@@ -325,7 +325,7 @@ def _run(
     nan_safe = None
     if hides_anything(call):
         slow = nan_safe_tile(tile, width)
-        # more blocks than need be, but a schedule on the device would be made in every call, and mostly for nothing
+        # it visits more blocks than it must: a tighter schedule would be computed in every call, and rarely be used
         schedule = by_index(call, slow.block_q, slow.block_k, side)
         nan_safe = _launch(call, slow, heads, schedule, GUARD=True, FLAG_ROWS=flagged, **more)
     return run_nan_safe(kernel, outputs, fast, nan_safe, (heads, -(-length // flagged)), **(rows or {}))
@@ -347,11 +347,11 @@ def run_forward(call: Call, config: Config) -> tuple[dict[str, jax.Array], dict[
 
 
 def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) -> dict[str, jax.Array]:
-    from ejkernel.kernels.softmax.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
+    from ejkernel.kernels.softmax.triton.backward import dkv_kernel, dq_kernel
 
     lse, delta = row_terms(residuals, cotangents)
     block = max(tile.block_q for tile in (config.dq, config.dkv, config.dv, config.dbias) if tile)
-    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(call, lse, delta, block)}
+    rows = _row_arrays(call, output_cotangent(residuals, cotangents), lse, delta, block)
     query, key, value = (jax.ShapeDtypeStruct(call[n].shape, call[n].dtype) for n in ("query", "key", "value"))
     B, _, _, H, Hkv, *_ = dimensions(call)
     (dquery,) = _run(call, config.dq, "q", dq_kernel, B * H, {"dq": query}, rows, ROW_BLOCK=block)
@@ -364,7 +364,7 @@ def run_backward(call: Call, residuals: Any, cotangents: Any, config: Config) ->
         _, dvalue = key_value(config.dv, outputs={"dk": unwritten, "dv": value}, KEY=False)
     gradients = {"query": dquery, "key": dkey, "value": dvalue} | sink_gradient(call, lse, delta)
     if "bias" in call:
-        gradients["bias"] = _bias_gradient(call, config.dbias or config.dq, rows, block, dbias_kernel)
+        gradients["bias"] = _bias_gradient(call, config.dbias or config.dq, rows, block)
     if call.spec.rules.score is not None:
         summed = partial(_operand_gradient, call, config.dq, rows, block)
         gradients |= operand_gradients(call, summed, partial(table_gradients, call, residuals, cotangents))
@@ -386,26 +386,25 @@ def _operand_gradient(
     return launch.run(kernel, jax.ShapeDtypeStruct((B, H, S if of_keys else T), jnp.float32), **rows)
 
 
-def _padded_rows(call: Call, lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:
-    """lse as kernels take it and delta, to the end of the last block: loads of them need no mask and are aligned."""
+def _row_arrays(call: Call, dout: jax.Array, lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:
+    """dout; lse in a kernel's units and delta, to the end of the last block: loads need no mask and are aligned."""
     if "bias" not in call:
         lse *= LOG2_E
     pad = ((0, 0), (0, 0), (0, -lse.shape[-1] % block))
-    return {"p_lse": jnp.pad(lse, pad, constant_values=jnp.inf), "p_delta": jnp.pad(delta, pad)}
+    return {"p_dout": dout, "p_lse": jnp.pad(lse, pad, constant_values=jnp.inf), "p_delta": jnp.pad(delta, pad)}
 
 
 def bias_gradient(call: Call, residuals: Any, cotangents: Any) -> jax.Array:
     """By a kernel of its own, which every platform's forward may be followed by."""
-    from ejkernel.kernels.softmax.triton.backward import dbias_kernel
-
     config = default_config(call)
     tile = config.dbias or config.dq
-    lse, delta = row_terms(residuals, cotangents)
-    rows = {"p_dout": output_cotangent(residuals, cotangents), **_padded_rows(call, lse, delta, tile.block_q)}
-    return _bias_gradient(call, tile, rows, tile.block_q, dbias_kernel)
+    rows = _row_arrays(call, output_cotangent(residuals, cotangents), *row_terms(residuals, cotangents), tile.block_q)
+    return _bias_gradient(call, tile, rows, tile.block_q)
 
 
-def _bias_gradient(call: Call, tile: Tile, rows: dict[str, jax.Array], block: int, kernel: Any) -> jax.Array:
+def _bias_gradient(call: Call, tile: Tile, rows: dict[str, jax.Array], block: int) -> jax.Array:
+    from ejkernel.kernels.softmax.triton.backward import dbias_kernel
+
     bias, dims = call["bias"], dimensions(call)
     shape, dtype = bias.shape, bias.dtype
     if 1 in shape[2:]:  # little is owned: each batch and head has programs of its own, and all are summed after
@@ -414,7 +413,7 @@ def _bias_gradient(call: Call, tile: Tile, rows: dict[str, jax.Array], block: in
     grid = shape[0] * shape[1], -(-shape[2] // tile.block_q), -(-shape[3] // tile.block_k)
     made = constants(call, tile, LISTS=False, ROW_BLOCK=block)
     launch = TritonLaunch(arguments(call, None, None), made, grid, tile.warps, tile.stages)
-    gradient = launch.run(kernel, jax.ShapeDtypeStruct(shape, dtype), **rows)
+    gradient = launch.run(dbias_kernel, jax.ShapeDtypeStruct(shape, dtype), **rows)
     broadcast_axes = tuple(axis for axis in range(4) if bias.shape[axis] < shape[axis])
     return gradient.sum(broadcast_axes, keepdims=True).astype(bias.dtype)
 

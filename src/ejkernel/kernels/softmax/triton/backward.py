@@ -77,7 +77,7 @@ def tile_gradient(
 
 @triton.jit
 def padded(n, BLOCK: tl.constexpr):
-    """n rounded up: said so, Triton knows that it is a multiple."""
+    """n rounded up to a multiple of BLOCK, in a form from which Triton knows that it is one."""
     return tl.cdiv(n, BLOCK) * BLOCK
 
 
@@ -134,12 +134,7 @@ def dq_kernel(
     b_do = load_rows(p_dout, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
     b_dq = tl.full([C.BQ, C.BD], 0.0, tl.float32)
     for MASKED in tl.static_range(2):
-        n_first = 0
-        n_last = n_unmasked
-        if MASKED:
-            n_first = n_unmasked
-            n_last = n_all
-        for n in range(n_first, n_last):
+        for n in range(n_unmasked if MASKED else 0, n_all if MASKED else n_unmasked):
             i_k, o_k = listed_keys(p_row, p_list, n, n_listed, S, C)
             b_k = load_keys(p_k, i_k, o_k, S, C.K_ROW, C.D, C.BD, MASKED, C)
             b_v = load_keys(p_v, i_k, o_k, S, C.V_ROW, C.DV, C.BDV, MASKED, C)
@@ -206,12 +201,7 @@ def dkv_kernel(
         n_unmasked, n_all = block_counts(p_row, C.LISTS)
         seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
         for MASKED in tl.static_range(2):
-            n_first = 0
-            n_last = n_unmasked
-            if MASKED:
-                n_first = n_unmasked
-                n_last = n_all
-            for n in range(n_first, n_last):
+            for n in range(n_unmasked if MASKED else 0, n_all if MASKED else n_unmasked):
                 i_q = block_at(p_row, p_list, n, C.LISTS) * C.BQ
                 o_q = i_q + tl.arange(0, C.BQ)
                 b_q = load_rows(p_qh, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, MASKED)

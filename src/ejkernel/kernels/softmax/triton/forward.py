@@ -85,12 +85,7 @@ def forward_kernel(
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
 
     for MASKED in tl.static_range(2):
-        n_first = 0
-        n_last = n_unmasked
-        if MASKED:
-            n_first = n_unmasked
-            n_last = n_all
-        for n in range(n_first, n_last):
+        for n in range(n_unmasked if MASKED else 0, n_all if MASKED else n_unmasked):
             i_k, o_k = listed_keys(p_row, p_list, n, n_listed, S, C)
             # (BK, BD)
             b_k = widened(load_keys(p_k, i_k, o_k, S, C.K_ROW, C.D, C.BD, MASKED, C), C)
