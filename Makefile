@@ -1,5 +1,6 @@
 # Two commands on a fresh machine with Python >= 3.11 and make: `make quickstart`, `make test`.
-# Versions are pinned in constraints.txt. JAX_PLATFORMS=cuda,cpu (say) runs both on an accelerator.
+# Versions are pinned in constraints.txt. VENV_PYTHON=python3.13 makes $(VENV) with that one.
+# JAX_PLATFORMS=cuda,cpu (say) runs both on an accelerator.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -141,7 +142,7 @@ define create_venv
 endef
 
 $(VENV)/bin/python:
-	$(call create_venv,$(VENV),python3.11 python3 python3.12 python3.13 python3.14 python)
+	$(call create_venv,$(VENV),$(VENV_PYTHON) python3.11 python3 python3.12 python3.13 python3.14 python)
 
 $(NEWEST)/bin/python:
 	$(call create_venv,$(NEWEST),python3.14 python3.13 python3.12 python3.11 python3 python)

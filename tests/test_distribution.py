@@ -116,6 +116,8 @@ def test_pythons_agree_everywhere():
     assert re.findall(r'"(3\.\d+)"', matrix) == declared
     assert PROJECT["project"]["requires-python"] == f">={declared[0]}"
     assert "make test" in workflow
+    # `make` makes its environment with the Python of the job
+    assert "VENV_PYTHON: python\n" in workflow and "$(VENV_PYTHON)" in (ROOT / "Makefile").read_text()
 
 
 def test_hints_install_what_is_published():

@@ -107,6 +107,10 @@ def test_the_glossary_names_what_is_there():
     )
     for path in re.findall(r"`((?:src|benchmarks)[\w/]*(?:\.\w+)?)`", page):
         assert (ROOT / path).exists(), path
+    answers = re.findall(r"`(\w+)` in `(src/[\w/]+\.py)`", page)
+    assert len(answers) >= 10
+    for name, path in answers:
+        assert re.search(rf"^( *(class|def) |\s+){name}\b", (ROOT / path).read_text(), re.MULTILINE), (name, path)
 
 
 def test_every_example_is_shown():

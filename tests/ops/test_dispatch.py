@@ -1,6 +1,7 @@
 """Which platform runs, and how that is explained."""
 
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ from ejkernel.ops import (
     interpreting,
     platforms,
 )
-from ejkernel.ops.dispatch import choose
+from ejkernel.ops.dispatch import choose, refusals
+from ejkernel.ops.target import NAMED
 
 Q = jnp.ones((1, 32, 2, 16))
 SHAPE = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.bfloat16)
@@ -210,7 +212,7 @@ def test_public_names():
 
 @pytest.mark.parametrize("name", ["xla", "cudnn"])
 def test_an_implementation_has_six_names(name):
-    implementation = FLASH_ATTENTION.load(name, "gpu")
+    implementation = FLASH_ATTENTION.load(name, "sm_90", "gpu")
     for wanted in ("Config", "unsupported", "default_config", "search_space", "forward", "backward"):
         assert hasattr(implementation, wanted), wanted
     call = call_on(H200)
@@ -219,13 +221,30 @@ def test_an_implementation_has_six_names(name):
     assert all(isinstance(c, implementation.Config) for c in implementation.search_space(call))
 
 
+def test_a_kernel_for_another_architecture_is_a_row():
+    """The row of a device kind, else of its architecture, else of its backend."""
+    path = FLASH_ATTENTION.implementations["xla"]
+    rows = {"sm_100": path, "gfx942": path, "tpu_v5_lite": path}
+    operation = replace(FLASH_ATTENTION, implementations={**FLASH_ATTENTION.implementations, "pallas": rows})
+    b200, mi300 = NAMED["b200"], Target("gpu", "amd_instinct_mi300x", "gfx942")
+    call = canonicalise(Q, Q, Q)
+    for target in (b200, mi300, NAMED["v5e"]):
+        assert not refusals(operation, "pallas", call.on(target))
+    for target in (NAMED["h200"], NAMED["v6e"]):
+        assert refusals(operation, "pallas", call.on(target)) == [
+            f"needs sm_100 or gfx942 or tpu_v5_lite, not {target.arch}"
+        ]
+    (reason,) = refusals(FLASH_ATTENTION, "pallas", call.on(b200))
+    assert reason == "needs sm_90, not sm_100"
+
+
 def test_a_platform_that_does_not_import_is_a_refusal(monkeypatch):
     """A version of JAX that is not known here may break a module in any way; the other platforms go on."""
 
-    def broken(self, platform, backend):
+    def broken(self, platform, *runs_on):
         if platform == "pallas":
             raise KeyError("idx")
-        return load(self, platform, backend)
+        return load(self, platform, *runs_on)
 
     load = Operation.load
     monkeypatch.setattr(Operation, "load", broken)
@@ -249,10 +268,10 @@ def test_a_platform_that_does_not_import_is_a_refusal(monkeypatch):
     ids=["package", "version"],
 )
 def test_a_missing_package_and_an_unknown_version_are_no_fault_of_ours(monkeypatch, error, reason):
-    def broken(self, platform, backend):
+    def broken(self, platform, *runs_on):
         if platform == "pallas":
             raise error
-        return load(self, platform, backend)
+        return load(self, platform, *runs_on)
 
     load = Operation.load
     monkeypatch.setattr(Operation, "load", broken)

@@ -23,16 +23,16 @@ from ejkernel.ops.tuning import tune
 from ejkernel.ops.tuning_session import active
 
 
-def _loaded(operation: Operation, platform: str, backend: str) -> Implementation | str:
+def _loaded(operation: Operation, platform: str, target: Target) -> Implementation | str:
     """The implementation, or why its module does not load."""
     try:
-        return operation.load(platform, backend)
+        return _load(operation, platform, target)
     except Exception as error:  # whatever a version of JAX or Triton that is not known here raises
         reason = f"it cannot be imported: {type(error).__name__}: {error}"
         newer = PLATFORMS[platform].newer_packages()
         absent = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("ejkernel")
         if not (newer or absent):
-            _warn_once(operation.path(platform, backend), error)
+            _warn_once(operation.path(platform, *PLATFORMS[platform].runs_on(target)), error)
         return reason + (f" (with {', '.join(newer)}, which nobody has tried)" if newer else "")
 
 
@@ -50,8 +50,8 @@ def _warn_once(module: str | None, error: Exception) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _implementation(operation: Operation, platform: str, call: Call) -> Implementation:
-    return operation.load(platform, PLATFORMS[platform].backend(call.target))
+def _load(operation: Operation, platform: str, target: Target) -> Implementation:
+    return operation.load(platform, *PLATFORMS[platform].runs_on(target))
 
 
 def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None, *, thorough: bool = False) -> list[str]:
@@ -70,9 +70,12 @@ def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None, *
         return reasons + (row.missing() + _refusals_elsewhere(operation, platform, call) if thorough else [])
     if missing := row.missing():
         return missing + (_refusals_elsewhere(operation, platform, call) if thorough else [])
-    if operation.path(platform, backend) is None:
+    if operation.path(platform, *row.runs_on(call.target)) is None:
+        kinds = [name for name in operation.implementations[platform] if name not in TYPICAL]
+        if kinds:
+            return [f"needs {' or '.join(kinds)}, not {call.target.arch}"]
         return [f"{operation.name} has no {platform} implementation for {backend}"]
-    implementation = _loaded(operation, platform, backend)
+    implementation = _loaded(operation, platform, call.target)
     if isinstance(implementation, str):
         return [implementation]
     reasons = implementation.unsupported(call)
@@ -84,10 +87,10 @@ def refusals(operation: Operation, platform: str, call: Call, cfg: Any = None, *
 def _refusals_elsewhere(operation: Operation, platform: str, call: Call) -> list[str]:
     """What a platform would say of a call where it runs with all its packages."""
     row = PLATFORMS[platform]
-    backends = [backend for backend in row.backends if operation.path(platform, backend) is not None]
+    backends = [backend for backend in row.backends if operation.path(platform, *TYPICAL[backend].names) is not None]
     found = []
     for backend in backends:
-        implementation = _loaded(operation, platform, backend)
+        implementation = _loaded(operation, platform, TYPICAL[backend])
         if isinstance(implementation, Implementation):
             here = backend == call.target.backend
             reasons = implementation.unsupported(call if here else call.on(TYPICAL[backend]))
@@ -117,7 +120,7 @@ def _changes_bits(implementation: Implementation) -> bool:
 
 def _against_gradient(operation: Operation, platform: str, call: Call, times: dict[str, float]) -> list[str]:
     """What keeps a platform that can do the forward from also doing the backward, of any platform's forward."""
-    implementation = _implementation(operation, platform, call)
+    implementation = _load(operation, platform, call.target)
     measured = f"; measured {times[platform]:.0f} us" if platform in times else ""
     limits = {
         "it has no backward": implementation.backward is None,
@@ -210,7 +213,7 @@ def _choose_from(
     refused = {p: reasons for p, reasons in refused.items() if reasons}
     if chosen is None:
         return None, Explanation(operation.name, call.target, None, None, None, reason, refused)
-    implementation = _implementation(operation, chosen, call)
+    implementation = _load(operation, chosen, call.target)
     config, source = configs.choose_config(operation, implementation, chosen, call, cfg)
     if source not in ("cfg=", "use_config") and active() and recorder() is None:
         config, source = tune(operation, implementation, chosen, call), "autotune"

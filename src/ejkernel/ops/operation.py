@@ -103,6 +103,8 @@ class Implementation:
         forward: `(call, config)` to outputs and residuals, both by name.
         backward: `(call, residuals, cotangents, config)` to gradients by array name; the cotangent of an output that
             nobody differentiates is absent. None where there is no gradient.
+        jvp: `(call, tangents, config)` to outputs and their tangents, both by name; the tangent of an array that does
+            not vary is absent. None where there is no forward mode. Nothing runs it yet.
         unsupported_config: every reason why a config does not fit a call.
         shared_residuals: whether the residuals are those that the operation's other platforms leave and take, so that
             another's backward may follow this forward, and this backward another's forward. If not, what they are may
@@ -120,6 +122,7 @@ class Implementation:
     search_space: Callable[[Call], list[Any]]
     forward: Callable[[Call, Any], tuple[Arrays, Arrays]]
     backward: Callable[[Call, Arrays, Arrays, Any], Arrays] | None = None
+    jvp: Callable[[Call, Arrays, Any], tuple[Arrays, Arrays]] | None = None
     unsupported_config: Callable[[Call, Any], list[str]] = _takes_any_config
     shared_residuals: bool = True
     residuals: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +155,8 @@ class Operation:
         name: the public function's name.
         arrays: dimension letters of every array the canonical call may hold.
         outputs: dimension letters of every output.
-        implementations: platform to module path; a platform may map a backend to a path. Loaded on first use.
+        implementations: platform to module path, or to a row for each thing it runs on: a device kind (`tpu_v5_lite`),
+            an architecture (`sm_90`, `gfx942`) or a backend, to a path. Loaded on first use.
         preference: architecture (first) or backend to platforms, best first, where no measurement says otherwise.
         bucket: the shape bucket a call is tuned under.
         splits: which dimensions may be split over devices.
@@ -186,19 +190,21 @@ class Operation:
         """The name that tuned files have for it."""
         return self.configs_of or self.name
 
-    def path(self, platform: str, backend: str) -> str | None:
-        """Module path of the implementation for a platform on a backend."""
+    def path(self, platform: str, *runs_on: str) -> str | None:
+        """Module path of the implementation for a platform on the first of these that has a row."""
         entry = self.implementations.get(platform)
-        return entry if entry is None or isinstance(entry, str) else entry.get(backend)
+        return (
+            entry if entry is None or isinstance(entry, str) else next((entry[n] for n in runs_on if n in entry), None)
+        )
 
     @property
     def differentiable(self) -> bool:
         return any(dims.grad for dims in self.arrays.values())
 
-    def load(self, platform: str, backend: str) -> Implementation:
-        path = self.path(platform, backend)
+    def load(self, platform: str, *runs_on: str) -> Implementation:
+        path = self.path(platform, *runs_on)
         if path is None:
-            raise KeyError(f"{self.name} has no {platform} implementation for {backend}")
+            raise KeyError(f"{self.name} has no {platform} implementation for {', '.join(runs_on)}")
         return importlib.import_module(path).IMPLEMENTATION
 
 

@@ -40,6 +40,10 @@ class Platform:
         """The backend whose kernels it would run: an interpreter stands in for the absent one."""
         return (self.interpreter or "cpu") if target.interpreted else target.backend
 
+    def runs_on(self, target: Target) -> tuple[str, ...]:
+        """The names by which the row of its implementation is found, most specific first."""
+        return (self.backend(target),) if target.interpreted else target.names
+
     @property
     def needs(self) -> str:
         return " or ".join(DEVICES[backend] for backend in self.backends)

@@ -7,20 +7,26 @@ from ejkernel.ops.operation import Operation
 from ejkernel.ops.platforms import PLATFORMS, TYPICAL
 from ejkernel.ops.registry import get_operation
 from ejkernel.ops.settings import changed
+from ejkernel.ops.target import NAMED, Target
 
-_SHORT = {"cpu": "CPU", "gpu": "Hopper", "tpu": "TPU"}
+_SHORT = {"cpu": "CPU", "sm_90": "Hopper", "sm_100": "Blackwell", "tpu": "TPU"}
 
 
-def _columns(operation: Operation) -> dict[str, tuple[str, str]]:
-    """Platform and backend by title; one program of several backends, as XLA's, is one column."""
+def _columns(operation: Operation) -> dict[str, tuple[str, Target]]:
+    """Platform and device by title; one program of several backends, as XLA's, is one column."""
     found = {}
     for name, row in PLATFORMS.items():
         entry = operation.implementations.get(name, {})
         if isinstance(entry, str):
-            found[name] = (name, row.backends[0])
+            found[name] = (name, TYPICAL[row.backends[0]])
         else:
-            found |= {f"{name} ({_SHORT[b]})": (name, b) for b in row.backends if b in entry}
+            found |= {f"{name} ({_SHORT.get(runs_on, runs_on)})": (name, _typical(runs_on)) for runs_on in entry}
     return found
+
+
+def _typical(runs_on: str) -> Target:
+    """A device for what a row of implementations names."""
+    return next(target for target in (*TYPICAL.values(), *NAMED.values()) if runs_on in target.names)
 
 
 def support_table(operation: Operation | str | Callable[..., Any]) -> str:
@@ -38,9 +44,9 @@ def support_table(operation: Operation | str | Callable[..., Any]) -> str:
     rows = ["| feature | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
     for feature, call in operation.probes().items():
         cells = []
-        for platform, backend in columns.values():
-            with changed(device=TYPICAL[backend]):  # which has all packages
-                reasons = operation.load(platform, backend).unsupported(call.on(TYPICAL[backend]))
+        for platform, target in columns.values():
+            with changed(device=target):  # which has all packages
+                reasons = operation.load(platform, *target.names).unsupported(call.on(target))
             cells.append("yes" if not reasons else "no: " + "; ".join(reasons))
         rows.append(f"| {feature} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

@@ -34,6 +34,11 @@ class Target:
     cores: int = 0
 
     @property
+    def names(self) -> tuple[str, str, str]:
+        """What rows of tables may name it by, most specific first."""
+        return self.kind, self.arch, self.backend
+
+    @property
     def capability(self) -> int:
         """The CUDA compute capability as a number (90 for `sm_90`), 0 elsewhere."""
         match = re.fullmatch(r"sm_(\d+)", self.arch)

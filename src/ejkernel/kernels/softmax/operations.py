@@ -18,7 +18,7 @@ from ejkernel.types import BlockPattern, MaskInfo
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.softmax.xla",
     "triton": "ejkernel.kernels.softmax.triton",
-    "pallas": {"gpu": "ejkernel.kernels.softmax.mosaic_gpu", "tpu": "ejkernel.kernels.softmax.pallas_tpu"},
+    "pallas": {"sm_90": "ejkernel.kernels.softmax.mosaic_gpu", "tpu": "ejkernel.kernels.softmax.pallas_tpu"},
     "cudnn": "ejkernel.kernels.softmax.cudnn",
     "cute": "ejkernel.kernels.softmax.cute",
 }
