@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # no public word on races yet
 
 from ejkernel.expressions.evaluation import evaluate
-from ejkernel.expressions.nodes import BOOL, CONST, FLOAT, INT, I, J, apply, cast, nodes, score, select
+from ejkernel.expressions.nodes import BOOL, CONST, INT, I, J, apply, cast, nodes, score, select
 from ejkernel.kernels.common.pallas_tpu import SMEM_BYTES
 from ejkernel.kernels.common.pallas_tpu_rules import for_mosaic
 from ejkernel.kernels.softmax import pallas_tpu
@@ -23,7 +23,6 @@ from harness import check, normal
 from harness.gallery import MASKS, SCORES, Sizes
 
 SIZES = Sizes(2, 4, 37, 53)
-TABLES = ("matrix", "blocks", "relative", "matrix-bias")
 V5E = Target("tpu", "tpu_v5_lite", "tpu")
 
 
@@ -59,12 +58,13 @@ def checked(arrays, dtype, options_of):
     check(ours, definition, arrays, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in (*MASKS, *SCORES) if name not in TABLES])
+# beside those that test_functions.py has on every platform
+@pytest.mark.parametrize("name", ["dilated", "images", "paged", "global-and-local", "alibi-arithmetic"])
 def test_the_gallery(name):
     checked(tokens(), "float32", lambda given: from_gallery(name))
 
 
-@pytest.mark.parametrize(("name", "Hkv"), [("global-and-local", 4), ("images", 1), ("gated", 2), ("forgetting", 1)])
+@pytest.mark.parametrize(("name", "Hkv"), [("global-and-local", 4), ("forgetting", 1)])
 def test_in_bfloat16(name, Hkv):
     checked(tokens(Hkv=Hkv, dtype="bfloat16"), "bfloat16", lambda given: from_gallery(name))
 
@@ -248,4 +248,4 @@ def test_scalars_of_heads_lie_in_scalar_memory():
     assert call["float_scalars"].shape == (64, 128, 20)
     (reason, *_) = pallas_tpu.unsupported(call)
     assert "KiB of scalar memory, 512 are to spare" in reason
-    assert 64 * 128 * 20 * 4 > SMEM_BYTES // 2
+    assert SMEM_BYTES // 2 < 64 * 128 * 20 * 4

@@ -28,7 +28,7 @@ CASES = {
     "D128-segments": {"D": 128, "segments": True, "causal": True},
     "D64-pattern": {"D": 64, "H": 8, "Hkv": 2, "pattern": 64, "causal": True},
     "D128-bias": {"D": 128, "T": 1024, "bias": True},
-    "D128-functions": {"D": 128, "functions": True},
+    "D128-functions": {"D": 128, "T": 512, "functions": True},
 }
 # small tiles: what compiles is asked, not what fits
 ONE_CHIP = {
@@ -93,7 +93,7 @@ class Program:
 
 
 def trained_functions(slopes, gates, ids):
-    """A mask of segments and a prefix; ALiBi and forgetting gates: operands of all kinds, two for queries, one for keys."""
+    """Segments with a prefix, ALiBi and forgetting gates; what is read lies in scalars, rows and columns."""
     prefix, total = ids[:, 0], jnp.cumsum(gates.astype(jnp.float32), axis=-1)
     return {
         "mask_fn": lambda b, h, i, j: (ids[b, i] == ids[b, j]) & ((j <= i) | (j < prefix[b])),
