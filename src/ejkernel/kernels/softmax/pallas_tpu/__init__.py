@@ -236,5 +236,11 @@ def _widened(call: Call) -> Call:
 
 
 IMPLEMENTATION = Implementation(
-    Config, unsupported, default_config, search_space, run_forward, run_backward, unsupported_config
+    Config,
+    unsupported,
+    default_config,
+    search_space,
+    run_forward,
+    run_backward,
+    unsupported_config=unsupported_config,
 )
