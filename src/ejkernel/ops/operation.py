@@ -103,8 +103,6 @@ class Implementation:
         forward: `(call, config)` to outputs and residuals, both by name.
         backward: `(call, residuals, cotangents, config)` to gradients by array name; the cotangent of an output that
             nobody differentiates is absent. None where there is no gradient.
-        jvp: `(call, tangents, config)` to outputs and their tangents, both by name; the tangent of an array that does
-            not vary is absent. None where there is no forward mode. Nothing runs it yet.
         unsupported_config: every reason why a config does not fit a call.
         shared_residuals: whether the residuals are those that the operation's other platforms leave and take, so that
             another's backward may follow this forward, and this backward another's forward. If not, what they are may
@@ -114,6 +112,8 @@ class Implementation:
         deterministic: whether the backward gives the same bits every run.
         deterministic_by_xla: whether it does so at least with XLA's `--xla_gpu_deterministic_ops`.
         remark: what `explain` says of a config beside its fields: why it is that one, say.
+        jvp: `(call, tangents, config)` to outputs and their tangents, both by name; the tangent of an array that does
+            not vary is absent. None where there is no forward mode. Nothing runs it yet.
     """
 
     Config: type
@@ -122,13 +122,13 @@ class Implementation:
     search_space: Callable[[Call], list[Any]]
     forward: Callable[[Call, Any], tuple[Arrays, Arrays]]
     backward: Callable[[Call, Arrays, Arrays, Any], Arrays] | None = None
-    jvp: Callable[[Call, Arrays, Any], tuple[Arrays, Arrays]] | None = None
     unsupported_config: Callable[[Call, Any], list[str]] = _takes_any_config
     shared_residuals: bool = True
     residuals: Mapping[str, str] = field(default_factory=dict)
     deterministic: bool = True
     deterministic_by_xla: bool = False
     remark: Callable[[Call, Any], str] = _no_remark
+    jvp: Callable[[Call, Arrays, Any], tuple[Arrays, Arrays]] | None = None
 
 
 def _no_probes() -> dict[str, Call]:

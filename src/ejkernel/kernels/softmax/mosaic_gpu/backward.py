@@ -375,7 +375,9 @@ class _KeyGradient(QueryLoop):
 class _SplitKeyGradient(QueryLoop):
     """dk and dv of 64 keys: warpgroup 0 sums dv, warpgroup 1 dk."""
 
-    consumers = 2
+    @property
+    def consumers(self) -> int:
+        return 2
 
     def scratch(self) -> dict[str, Any]:
         return self.ring_scratch((64,)) | {
