@@ -75,7 +75,7 @@ nightly: $(NEWEST)/installed-nightly
 GPU_PYTHON := $(or $(PYTHON),$(BIN)/python)
 gpu: $(if $(PYTHON),,$(VENV)/installed-gpu)
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(GPU_PYTHON) -m pytest -n auto --maxprocesses 8 -m gpu tests
+	  $(GPU_PYTHON) -m pytest -p no:benchmark -n auto --maxprocesses 16 -m gpu tests
 	JAX_PLATFORMS=cuda,cpu $(GPU_PYTHON) -m ejkernel verify
 
 macos: $(VENV)/installed-macos

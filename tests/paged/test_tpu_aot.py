@@ -10,8 +10,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.kernels.common.pallas_tpu import chip_of
+from ejkernel.kernels.common.struct_call import struct_call
 from ejkernel.kernels.paged import calls, pallas_tpu
-from ejkernel.kernels.paged.operations import _structs
 from ejkernel.modules import page_attention, prefill_page_attention, ragged_decode_attention, ragged_page_attention
 from ejkernel.ops.target import describe_device
 
@@ -105,7 +105,7 @@ def check(device, function, call_for, shapes, row_major=False, **options):
     (kernel,) = [line for line in text.splitlines() if "tpu_custom_call" in line]
     assert "paged_attention" in kernel
     assert moved(text, max(prod(shape) for shape, _ in shapes)) == []
-    assert_fits(device, kernel, _structs(call_for, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
+    assert_fits(device, kernel, struct_call(call_for, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
 
 
 def assert_fits(device, kernel, call):

@@ -13,6 +13,7 @@ _LEAST_DECAY = tl.constexpr(LEAST_DECAY)
 # decays as integers of 2**-16 each: their sums are exact in 32 bits for a chunk of 128 tokens
 _UNITS = tl.constexpr(2.0**16)
 _TF32_BITS = tl.constexpr(-(1 << 13))
+_HALF_TF32_BIT = tl.constexpr((1 << 12) - 1)
 
 
 @dataclass(frozen=True)
@@ -230,19 +231,24 @@ def middle_sums(b_gates, n_chunk, TERMS: tl.constexpr):
 def wide_dot(b_x, b_y, b_sum, narrow: tl.constexpr, C: tl.constexpr):
     """b_sum + a product of factors rounded to a dtype, except that float16 may not hold them."""
     if narrow == tl.float16:
-        return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision="tf32")
+        b_x, b_y = rounded_factor(b_x, narrow), rounded_factor(b_y, narrow)
+        return tl.dot(b_x, b_y, b_sum, input_precision="tf32")
     else:
         return tl.dot(b_x.to(narrow), b_y.to(narrow), b_sum, input_precision=C.PRECISION)
 
 
 @triton.jit
 def rounded_factor(b_x, narrow: tl.constexpr):
-    """A float32 factor as wide_dot multiplies it, so that what rounding loses is known and can be added.
+    """A factor as wide_dot multiplies it, so that what rounding loses is known and can be added.
 
-    For float16 that is tf32, with 10 bits of a fraction. GPUs may cut off the others or round them: this cuts them off.
+    For float16 that is tf32, with 10 bits of a fraction: to the nearest, ties to even. A GPU itself may cut off the
+    other bits, by which all products would be too small.
     """
     if narrow == tl.float16:
-        return (b_x.to(tl.int32, bitcast=True) & _TF32_BITS).to(tl.float32, bitcast=True)
+        b_x = b_x.to(tl.float32)
+        b_word = b_x.to(tl.int32, bitcast=True)
+        b_word = (b_word + (((b_word >> 13) & 1) + _HALF_TF32_BIT)) & _TF32_BITS
+        return tl.where(b_x == b_x, b_word.to(tl.float32, bitcast=True), b_x)  # a nan may have every bit set
     else:
         return b_x.to(narrow)
 
