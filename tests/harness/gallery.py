@@ -142,6 +142,7 @@ SCORES: dict[str, Callable[[Sizes], Callable[..., Any]]] = {
     "soft-cap": lambda sizes: lambda score, b, h, i, j: 5.0 * jnp.tanh(score / 5.0),
     "alibi": _alibi,
     "alibi-arithmetic": lambda sizes: lambda score, b, h, i, j: score - 2.0 ** (-(h + 1.0)) * (i - j),
+    "halved-by-head": lambda sizes: lambda score, b, h, i, j: score * 2.0**-h,
     "distance": lambda sizes: lambda score, b, h, i, j: score + (j - i) * 0.125,
     "relative": _relative,
     "forgetting": _forgetting,

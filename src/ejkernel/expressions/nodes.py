@@ -212,6 +212,9 @@ def select(condition: Expression, yes: Expression, no: Expression) -> Expression
 def apply(name: str, *args: Expression, dtype: Dtype | None = None) -> Expression:
     """The node of an operation, or what is simpler and the same for indices that are not negative."""
     if dtype is None:
+        operands = args[name == "select" :]
+        if any(arg.dtype != operands[0].dtype for arg in operands):
+            raise TypeError(f"{name} of {' and '.join(f'{arg.dtype} {arg}' for arg in operands)}: cast them first")
         dtype = BOOL if name in COMPARISONS else args[-1].dtype
     if all(arg.name == CONST for arg in args):
         return _folded(name, args, dtype)

@@ -34,7 +34,7 @@ from ejkernel.expressions.nodes import (
 # of jaxprs, to operations
 _SAME_NAME = (
     "add", "sub", "mul", "neg", "sign", "max", "min", "floor", "ceil", "exp", "exp2", "log", "log1p", "expm1", "tanh",
-    "sin", "cos", "sqrt", "rsqrt", "pow", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "not", "abs", "rem",
+    "sin", "cos", "sqrt", "rsqrt", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "not", "abs", "rem",
 )  # fmt: skip
 _PRIMITIVES = {name: name for name in _SAME_NAME} | {
     "logistic": "sigmoid",
@@ -240,6 +240,9 @@ class _Reader:
     def _div(self, equation: Any, x: _Value, y: _Value) -> Expression:
         a, b = self.scalar(x, equation), self.scalar(y, equation)
         return apply("div" if a.dtype == FLOAT else "quotient", a, b)
+
+    def _pow(self, equation: Any, x: _Value, y: _Value) -> Expression:
+        return apply("pow", self.scalar(x, equation), cast(self.scalar(y, equation), FLOAT))  # a power may be an integer
 
     def _square(self, equation: Any, x: _Value) -> Expression:
         a = self.scalar(x, equation)

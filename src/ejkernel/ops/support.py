@@ -48,5 +48,5 @@ def support_table(operation: Operation | str | Callable[..., Any]) -> str:
             with changed(device=target):  # which has all packages
                 reasons = operation.load(platform, *target.names).unsupported(call.on(target))
             cells.append("yes" if not reasons else "no: " + "; ".join(reasons))
-        rows.append(f"| {feature} | " + " | ".join(cells) + " |")
+        rows.append(f"| {feature} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
