@@ -231,7 +231,7 @@ def test_calls_are_split_as_the_settings_say():
     for kind in (FlashAttn, SplashAttn, ScaledDotProductAttn):
         result = out(kind(settings), q, k, v, causal=True)
         np.testing.assert_allclose(result, right, atol=1e-5)
-        assert result.sharding.spec == P("dp", None, "tp", None)
+        assert (*result.sharding.spec, None)[:4] == ("dp", None, "tp", None)
 
 
 @pytest.mark.parametrize("extra", [{}, {"mask": "mask"}, {"bias": "bias"}, {"dropout": 0.3}])

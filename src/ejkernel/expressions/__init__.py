@@ -1,0 +1,1 @@
+"""Masks and scores as expressions over batch, head, query and key: made from functions, bounded, differentiated."""

@@ -77,7 +77,10 @@ def traced(function: Callable[..., Any], name: str, *, scores: bool) -> Traced:
     structs = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     structs = [jax.ShapeDtypeStruct((), jnp.float32), *structs] if scores else structs
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        closed = jax.make_jaxpr(function)(*structs)
+        try:
+            closed = jax.make_jaxpr(function)(*structs)
+        except TypeError as error:  # of other arguments, or branches on what is not known
+            raise TypeError(f"{name} is called as {signature}: {error}") from error
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         shapes = [x.str_short() for x in closed.out_avals]
         raise ValueError(f"{signature} must give one {'number' if scores else 'bool'}, it gives {shapes}")
@@ -242,7 +245,8 @@ class _Reader:
         return apply("div" if a.dtype == FLOAT else "quotient", a, b)
 
     def _pow(self, equation: Any, x: _Value, y: _Value) -> Expression:
-        return apply("pow", self.scalar(x, equation), cast(self.scalar(y, equation), FLOAT))  # a power may be an integer
+        power = self.scalar(y, equation)  # which may be an integer
+        return apply("pow", self.scalar(x, equation), cast(power, FLOAT))
 
     def _square(self, equation: Any, x: _Value) -> Expression:
         a = self.scalar(x, equation)

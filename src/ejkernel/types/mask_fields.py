@@ -79,6 +79,7 @@ class MaskFields:
         if heads == 1 and "h" in self.rule.expression.axes and not has_single_head(self.rule):
             raise ValueError(f"{self!r} depends on the number of a head: how many there are is known in a call alone")
         b, h = (jnp.arange(n, dtype=jnp.int32) for n in (self._batch(), heads))
+        q_index, kv_index = (x.astype(jnp.int32) for x in (q_index, kv_index))
         axes = {"b": b[:, None, None, None], "h": h[:, None, None], "i": q_index, "j": kv_index}
         seen = rule_value(self.rule, axes)
         return seen.reshape((1,) * (4 - seen.ndim) + seen.shape)

@@ -1,5 +1,6 @@
 """Bands, chunks and segments among the conditions of a rule: kernels are faster for these."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -141,6 +142,7 @@ def segments_of(term: Expression, rule: Rule) -> tuple[int, int] | None:
     return None
 
 
+@partial(jax.jit, static_argnums=1)
 def _of_length(x: jax.Array, length: int) -> jax.Array:
     """(B, length): what indexing gives, which stays at the last entry past the end."""
     return x if x.shape[1] == length else x[:, jnp.minimum(jnp.arange(length), x.shape[1] - 1)]
@@ -157,6 +159,7 @@ def nonnegative(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Arr
     return ids[:, : q_ids.shape[1]], ids[:, q_ids.shape[1] :]
 
 
+@jax.jit
 def _nonnegative(ids: jax.Array) -> jax.Array:
     """(B, n); ranks among the numbers of a row where any is negative, which is rare and takes a sort."""
 

@@ -1,7 +1,7 @@
 """Mask and score functions of a call: as they are bound to it, and their values in jax.numpy."""
 
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -54,11 +54,35 @@ def score_rule(function: Any, name: str = "score_fn") -> Rule:
 
 def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, dict[str, jax.Array]]:
     """The rules of a call, and the arrays that they read."""
+    if mask is None and scores is None:
+        return Rules(), {}
+    given = mask, scores
+    shapes = tuple((x.shape, jnp.result_type(x)) for x in jax.tree.leaves(given))
+    return _bound(jax.tree.structure(given), shapes, sizes), _operands(given, sizes)
+
+
+@lru_cache(maxsize=256)
+def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
+    """The bound rules, which depend on the shapes of their arrays alone."""
+    found: list[Rules] = []
+
+    def bind(arrays: list[jax.Array]) -> None:
+        found.append(_bind(*jax.tree.unflatten(tree, arrays), sizes)[0])
+
+    jax.eval_shape(bind, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    return found[0]
+
+
+@partial(jax.jit, static_argnums=1)
+def _operands(given: tuple[Rule | None, Rule | None], sizes: Sizes) -> dict[str, jax.Array]:
+    return _bind(*given, sizes)[1].arrays()
+
+
+def _bind(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, Binder]:
     binder = Binder(sizes)
     seen = None if mask is None else binder.bound(Rule(mask.expression, jax.lax.stop_gradient(mask.arrays)))
     logits = None if scores is None else binder.bound(scores)
-    rules = Rules(None if seen is TRUE else seen, None if logits is score() else logits)
-    return rules, binder.arrays()
+    return Rules(None if seen is TRUE else seen, None if logits is score() else logits), binder
 
 
 def array_name(node: Expression) -> str:

@@ -323,6 +323,7 @@ def counted_in(rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> Rule:
     return with_indices(rule, q, k)
 
 
+@partial(jax.jit, static_argnums=1)
 def token_positions(offsets: jax.Array, length: int) -> jax.Array:
     """Where each token (1, length) stands in its packed sequence; past the last, anything."""
     at = jnp.arange(length, dtype=jnp.int32)
@@ -363,9 +364,15 @@ def _alibi(slopes: Any, dims: Dimensions, mask: MaskInfo, offsets: dict[str, Any
     index: tuple[Expression, ...] = (B, H)
     x = x.reshape(-1, dims.H)
     if offsets and x.shape[0] > 1:  # of each query, by its sequence
-        x, index = x[token_sequences(offsets["q_offsets"], dims.T)].T[None], (B, H, I)
+        x, index = _slopes_of_tokens(x, offsets["q_offsets"], dims.T), (B, H, I)
     biased = score() - load(len(away.arrays), index, FLOAT) * cast(apply("abs", away.expression), FLOAT)
     return Rule(biased, (*away.arrays, x))
+
+
+@partial(jax.jit, static_argnums=2)
+def _slopes_of_tokens(slopes: jax.Array, offsets: jax.Array, length: int) -> jax.Array:
+    """(sequences, heads) to (1, heads, length)."""
+    return slopes[token_sequences(offsets, length)].T[None]
 
 
 def _window(sliding_window: Any, dims: Dimensions, mask: MaskInfo) -> tuple[Band, Rule | None]:
