@@ -39,7 +39,7 @@ from ejkernel.kernels.softmax import mosaic_gpu
 from ejkernel.kernels.softmax.mosaic_gpu import private_mosaic
 from ejkernel.kernels.softmax.spec import canonicalise
 from ejkernel.ops import Target
-from harness.checks import Arrays, settle
+from harness.checks import Arrays, expected_results
 from harness.poison import hides, poisoned
 from harness.softmax import CASES, Case, definition
 from tolerances import assert_close
@@ -161,7 +161,7 @@ def both(case: Case, cfg: dict[str, Any], arrays: Arrays, cotangents: Arrays) ->
 
 def compare(case: Case, cfg: dict[str, Any]) -> None:
     arrays = case.arrays()
-    cotangents, exact, naive, _ = settle(partial(definition, case), arrays, case.dtype)
+    cotangents, exact, naive, _ = expected_results(partial(definition, case), arrays, case.dtype)
     for how in ("", "poisoned: ") if hides(case) else ("",):
         ours = both(case, cfg, poisoned(case, arrays) if how else arrays, cotangents)
         for kind, got, right, rough in zip(("output", "gradient of"), ours, exact, naive, strict=True):

@@ -79,7 +79,7 @@ def by_case(cases: Iterable[Any], for_gpus: Container[Any] = ()) -> Any:
     return pytest.mark.parametrize("case", [param(case) for case in cases])
 
 
-class Settled(NamedTuple):
+class Expected(NamedTuple):
     """What a definition gives for these cotangents: outputs and gradients in float32, in the dtype, and nudged."""
 
     cotangents: Arrays
@@ -89,10 +89,12 @@ class Settled(NamedTuple):
 
 
 # by the name of a case: its platforms are tested by one worker (`by_case`)
-_SETTLED: dict[str, Settled] = {}
+_EXPECTED: dict[str, Expected] = {}
 
 
-def settle(definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, dtype: Any, rounded: str = "") -> Settled:
+def expected_results(
+    definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, dtype: Any, rounded: str = ""
+) -> Expected:
     cotangents = cotangents_for(lambda a: definition(a, jnp.dtype(dtype)), arrays, dtype)
     widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     in_float32 = on_host(lambda a: definition(a, jnp.float32))
@@ -101,7 +103,7 @@ def settle(definition: Callable[[Arrays, Any], Arrays], arrays: Arrays, dtype: A
         naive = on_host(lambda a: definition(a, jnp.dtype(dtype)))(arrays, cotangents)
     nudges = NUDGES if rounded else []
     nudged = [in_float32(widened | {rounded: widened[rounded] * by}, cotangents) for by in nudges]
-    return Settled(cotangents, in_float32(widened, cotangents), naive, nudged)
+    return Expected(cotangents, in_float32(widened, cotangents), naive, nudged)
 
 
 def check(
@@ -130,12 +132,12 @@ def check(
     Checks of one `name` share what the definition gives.
     """
     arrays = dict(arrays)
-    settled = _SETTLED.get(name or "") or settle(definition, arrays, dtype, rounded)
+    expected = _EXPECTED.get(name or "") or expected_results(definition, arrays, dtype, rounded)
     if name is not None:
-        _SETTLED[name] = settled
+        _EXPECTED[name] = expected
     options = AS_USERS_COMPILE if optimised and jax.default_backend() == "cpu" else None
     program = with_gradients(function, options)
-    cotangents, exact, naive, nudged = settled
+    cotangents, exact, naive, nudged = expected
     given = {} if poison is None else {"poisoned: ": poison(arrays)}
     if not given or not poison_only:
         given[""] = arrays

@@ -67,7 +67,8 @@ def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
     found: list[Rules] = []
 
     def bind(arrays: list[jax.Array]) -> None:
-        found.append(_bind(*jax.tree.unflatten(tree, arrays), sizes)[0])
+        mask, scores = jax.tree.unflatten(tree, arrays)
+        found.append(_bind(mask, scores, sizes)[0])
 
     jax.eval_shape(bind, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
     return found[0]
