@@ -4,6 +4,7 @@ The definition here is a matrix of logits in jax.numpy, and the user's functions
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel.modules import flash_attention
-from ejkernel.ops import explain
+from ejkernel.ops import explain, interpret
 from ejkernel.types import MaskInfo
 from harness import by_case, check, normal
 from harness.gallery import MASKS, SCORES, Sizes, values
@@ -291,6 +292,20 @@ def test_an_output_without_its_sum(normalize):
     plain = attended(bias=jnp.broadcast_to(bias, (1, 1, 48, 48)), normalize_output=normalize)
     score = attended(score_fn=lambda s, b, h, i, j: s + bias[j], normalize_output=normalize)
     np.testing.assert_allclose(score, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton", "pallas"])
+def test_functions_of_few_indices(platform):
+    """A logit that does not depend on the score, nor on the pair; a mask of one side alone."""
+    sizes, values_ = Sizes(1, 2, 16, 16), normal("values", (16,))
+    case = Case("few", sizes=sizes)
+    q, k, v = (x[:, :, :2] for x in (case.arrays()[name] for name in ("query", "key", "value")))
+    with interpret() if platform != "xla" else nullcontext():
+        for score in (lambda s, b, h, i, j: 0.0, lambda s, b, h, i, j: values_[j], lambda s, b, h, i, j: 1.0 * h):
+            out = flash_attention(q, k, v, score_fn=score, mask_fn=lambda b, h, i, j: i > 2, platform=platform)
+            logits = jnp.broadcast_to(values(score, sizes, jnp.zeros(sizes)), sizes)
+            expected = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits, -1), v).at[:, :3].set(0)
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_that_a_function_hides_are_not_read():

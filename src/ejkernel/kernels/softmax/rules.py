@@ -16,10 +16,12 @@ from ejkernel.expressions.nodes import (
     FLOAT,
     LOOKUP,
     OPERAND,
+    SCORE,
     TRUE,
     Expression,
     nodes,
     score,
+    select,
     substituted,
 )
 from ejkernel.expressions.tracing import traced
@@ -83,6 +85,8 @@ def _bind(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, 
     binder = Binder(sizes)
     seen = None if mask is None else binder.bound(Rule(mask.expression, jax.lax.stop_gradient(mask.arrays)))
     logits = None if scores is None else binder.bound(scores)
+    if logits is not None and SCORE not in logits.axes:
+        logits = select(score().equals(score()), logits, score())  # of the shape of a tile, and nan where that is
     return Rules(None if seen is TRUE else seen, None if logits is score() else logits), binder
 
 
