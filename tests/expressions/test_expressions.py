@@ -15,7 +15,7 @@ from ejkernel.expressions.derivatives import derivatives
 from ejkernel.expressions.evaluation import evaluate
 from ejkernel.expressions.nodes import FLOAT, LOOKUP, OPERAND, SCORE, B, H, I, J, apply, const, nodes, score
 from ejkernel.expressions.tracing import NotAnExpression, traced
-from harness.gallery import MASKS, SCORES, Sizes, values
+from harness.gallery import HOSTILE, MASKS, SCORES, Sizes, values
 
 SIZES = Sizes(B=2, H=4, T=40, S=56)
 
@@ -95,12 +95,13 @@ def test_derivatives_by_operands():
 
 
 @pytest.mark.parametrize("block", [(8, 8), (16, 5), (7, 64)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [*MASKS, *HOSTILE])
 def test_bounds_of_blocks_hold(name, block):
-    expression, arrays = bound(MASKS[name](SIZES), "mask_fn")
+    function = (MASKS | HOSTILE)[name](SIZES)
+    expression, arrays = bound(function, "mask_fn")
     xp = jnp if has_operands(expression) else np
     rows, columns = axis_interval(SIZES.T, block[0], xp), axis_interval(SIZES.S, block[1], xp)
-    axes = {"i": type(rows)(*(x[:, None] for x in rows)), "j": columns}
+    axes = {"i": type(rows)(*(x[:, None] for x in rows[:2])), "j": columns}
 
     def operand(node):
         kind, number = node.data
@@ -112,9 +113,9 @@ def test_bounds_of_blocks_hold(name, block):
 
     every, some = (
         np.broadcast_to(x, (SIZES.B, SIZES.H, len(rows.low), len(columns.low)))
-        for x in bounds(expression, axes, operand, xp)
+        for x in bounds(expression, axes, operand, xp)[:2]
     )
-    seen = np.asarray(values(MASKS[name](SIZES), SIZES))
+    seen = np.asarray(values(function, SIZES))
     wasted = 0
     for at in np.ndindex(*some.shape):
         b, h, i, j = at
@@ -124,6 +125,22 @@ def test_bounds_of_blocks_hold(name, block):
         wasted += bool(some[at]) and not tile.any()
     if name in ("causal", "window", "prefix", "documents", "tree", "jagged", "window-by-head", "nothing", "everything"):
         assert wasted <= some.size // 8
+
+
+def test_gradients_that_are_not_those_of_what_is_computed():
+    """stop_gradient counts; a derivative of one's own is refused, and JAX's own functions are known."""
+    expression, arrays = bound(lambda s, b, h, i, j: s + jax.lax.stop_gradient(s) * 0.5, "score_fn", scores=True)
+    np.testing.assert_array_equal(whole_tile(expression, arrays, score=jnp.full(SIZES, 2.0)), 3.0)
+    np.testing.assert_array_equal(whole_tile(derivatives(expression, [score()])[score()], arrays), 1.0)
+
+    @jax.custom_jvp
+    def steep(x):
+        return x * 1.0
+
+    steep.defjvp(lambda primals, tangents: (steep(*primals), 50 * tangents[0]))
+    with pytest.raises(NotAnExpression, match="derivative of one's own"):
+        traced(lambda s, b, h, i, j: steep(s), "score_fn", scores=True)
+    assert traced(lambda s, b, h, i, j: jax.nn.silu(s), "score_fn", scores=True).arrays == ()
 
 
 def test_equal_functions_are_one_expression():
@@ -151,11 +168,15 @@ def test_what_is_known_of_indices_is_not_computed():
         (lambda b, h, i, j: jax.lax.dynamic_slice(jnp.arange(9.0), [i], [2]).sum() > 0, "index to one number"),
         (lambda b, h, i, j: jax.lax.erf(i * 1.0) > 0, "erf has no counterpart"),
         (lambda b, h, i, j: jnp.ones((3, 4))[i].sum() > 0, "compute with single numbers"),
+        (lambda b, h, i, j: jnp.ones(9, jnp.uint8)[i] + jnp.ones(9, jnp.uint8)[j] < 9, "add in uint8: cast to int32"),
+        (lambda b, h, i, j: i < j if i < 3 else j < i, "say jnp.where, & and"),
+        (lambda i, j: i < j, "takes 2 positional arguments"),
+        (lambda b, h, i, j: jnp.ones(9)[i, j] > 0, "Too many indices"),
         (lambda b, h, i, j: jnp.ones(9, jnp.complex64)[i] == 1, "complex64"),
     ],
 )
 def test_what_no_expression_can_say_is_refused(function, message):
-    with pytest.raises((NotAnExpression, TypeError, ValueError), match=message) as refused:
+    with pytest.raises((NotAnExpression, TypeError, ValueError, IndexError), match=message) as refused:
         traced(function, "mask_fn", scores=False)
     assert "mask_fn(b, h, i, j)" in str(refused.value)
     if refused.type is NotAnExpression:

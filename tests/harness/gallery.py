@@ -110,6 +110,39 @@ MASKS: dict[str, Callable[[Sizes], Callable[..., Any]]] = {
 }
 
 
+def _with_sentinels(sizes: Sizes) -> Callable[..., Any]:
+    starts = jnp.zeros(sizes.T, jnp.int32).at[: sizes.T // 2].set(-(2**31)).at[-5:].set(2**31 - 1)
+    return lambda b, h, i, j: j - starts[i] < 10
+
+
+def _with_nan(sizes: Sizes) -> Callable[..., Any]:
+    x = jnp.arange(float(max(sizes.T, sizes.S))).at[5].set(jnp.nan)
+    return lambda b, h, i, j: x[i] * 0 + x[i] + j * 0.0 <= jnp.inf
+
+
+def _with_infinity(sizes: Sizes) -> Callable[..., Any]:
+    x = jnp.arange(float(max(sizes.T, sizes.S))).at[5].set(jnp.inf)
+    return lambda b, h, i, j: jnp.isfinite(x[i] + j.astype(jnp.float32))
+
+
+# numbers that wrap around or are nan, in ways that bounds of blocks must know
+HOSTILE: dict[str, Callable[[Sizes], Callable[..., Any]]] = {
+    "xor": lambda sizes: lambda b, h, i, j: ((i ^ j) + 1) < 5,
+    "xor-less-and": lambda sizes: lambda b, h, i, j: -((i ^ j) - (i & j)) < -3,
+    "shifts": lambda sizes: lambda b, h, i, j: ((i << 1) - (j << 1)) * 3 > 7,
+    "mod-by-index": lambda sizes: lambda b, h, i, j: (i % (j + 1)) + 1 < 5,
+    "by-zero": lambda sizes: lambda b, h, i, j: jax.lax.div(i, i - i) + j < 20,
+    "hash": lambda sizes: lambda b, h, i, j: (i * 40503 * 65537 + j * 69069 * 1237) > 0,
+    "sentinels": _with_sentinels,
+    "root": lambda sizes: lambda b, h, i, j: jnp.sqrt((i - j).astype(jnp.float32)) < 5.0,
+    "logarithm": lambda sizes: lambda b, h, i, j: jnp.log((i - j).astype(jnp.float32)) < 3.0,
+    "quotient": lambda sizes: lambda b, h, i, j: jnp.tanh((i * 1.0) / (j * 1.0)) < 0.9,
+    "pole": lambda sizes: lambda b, h, i, j: (i - j) / (j - 5.0) < 2.0,
+    "nan": _with_nan,
+    "infinity": _with_infinity,
+}
+
+
 def _alibi(sizes: Sizes) -> Callable[..., Any]:
     slopes = 2.0 ** (-8.0 * (jnp.arange(sizes.H) + 1) / sizes.H)
     return lambda score, b, h, i, j: score - slopes[h] * jnp.abs(i - j)

@@ -196,8 +196,11 @@ def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:
 
 
 def limits(name: str, x: ArrayInput, length: int) -> jax.Array:
-    """Integers (B|1, length) or (B|1, H|1, length)."""
+    """Integers (B|1, length) or (B|1, H|1, length); those that int32 does not hold are as far as it goes."""
+    if isinstance(x, jax.Array) and x.dtype == jnp.uint32:
+        x = jnp.minimum(x, np.uint32(INT32_MAX))
     array = integers(name, x, 1, 2, 3)
+    array = np.clip(array, INT32_MIN, INT32_MAX) if isinstance(array, np.ndarray) else array
     if array.shape[-1] != length:
         raise ValueError(f"{name} {array.shape} must have one number for each of {length} tokens in its last dimension")
     return jnp.asarray(array[None] if array.ndim == 1 else array, jnp.int32)

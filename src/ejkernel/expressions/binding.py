@@ -148,7 +148,7 @@ def rule_value(rule: Rule, axes: Mapping[str, Any]) -> Any:
         array = rule.arrays[node.data]
         return gather(array, _batch_free(array, index))
 
-    return evaluate(rule.expression, axes, load=read)
+    return evaluate(rule.expression, axes, load=read, stop=jax.lax.stop_gradient)
 
 
 class Sizes(NamedTuple):

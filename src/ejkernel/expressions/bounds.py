@@ -26,10 +26,14 @@ from ejkernel.expressions.nodes import (
 
 
 class Interval(NamedTuple):
-    """The least and largest number; of a bool, whether it is true everywhere, and whether it is true somewhere."""
+    """The least and largest number; of a bool, whether it is true everywhere, and whether it is true somewhere.
+
+    What is nan has no part in them: `nan` says whether there may be any, of which every comparison but `!=` is false.
+    """
 
     low: Any
     high: Any
+    nan: Any = np.False_
 
 
 _INT32 = np.iinfo(np.int32)
@@ -60,8 +64,7 @@ def bounds(
         elif node.name == OPERAND:
             values[node] = operand(node)
         else:
-            rule = _RULES.get(node.name, _unknown)
-            values[node] = _sound(rule(node, *(values[arg] for arg in node.args), xp=xp), node, xp)
+            values[node] = _bounded(node, [values[arg] for arg in node.args], xp)
     return values[expression]
 
 
@@ -69,18 +72,66 @@ def anything(dtype: str) -> Interval:
     """The interval of what nothing is known of."""
     if dtype == BOOL:
         return Interval(np.False_, np.True_)
-    return (
-        Interval(np.int32(_INT32.min), np.int32(_INT32.max))
-        if dtype == INT
-        else Interval(np.float32(-np.inf), np.float32(np.inf))
-    )
+    if dtype == INT:
+        return Interval(np.int32(_INT32.min), np.int32(_INT32.max))
+    return Interval(np.float32(-np.inf), np.float32(np.inf), np.True_)
 
 
-def _sound(x: Interval, node: Expression, xp: Any) -> Interval:
-    """A bound that is nan says nothing."""
-    if node.dtype != FLOAT:
+def _bounded(node: Expression, args: list[Interval], xp: Any) -> Interval:
+    """The interval of an operation."""
+    rule = _RULES.get(node.name, _unknown)
+    with np.errstate(all="ignore"):
+        result = rule(node, *args, xp=xp)
+        if node.dtype == INT:
+            return _within_int32(result, node, args, xp)
+        if node.dtype != FLOAT:
+            return _without_nan(result, node, args)
+        # a bound that is nan says nothing
+        low, high = xp.where(result.low != result.low, -np.inf, result.low), result.high
+        high = xp.where(high != high, np.inf, high)
+        return Interval(low, high, result.nan | _makes_nan(node, args))
+
+
+def _within_int32(x: Interval, node: Expression, args: list[Interval], xp: Any) -> Interval:
+    """A sum or product that leaves int32 wraps around, and may be anything."""
+    if node.args[0].dtype == FLOAT:  # a cast, of nan to whatever the device takes
+        known, least, most = ~args[0].nan, x.low, x.high
+    elif node.name in ("add", "sub", "mul", "neg", "abs", "quotient"):
+        wide = [Interval(*(xp.asarray(b).astype(np.float32) for b in arg[:2])) for arg in args]
+        least, most = _RULES[node.name](node, *wide, xp=xp)[:2]
+        known = (least > -_MOST) & (most < _MOST)
+    else:
         return x
-    return Interval(xp.where(x.low != x.low, -np.inf, x.low), xp.where(x.high != x.high, np.inf, x.high))
+    unknown = anything(INT)
+    return Interval(xp.where(known, x.low, unknown.low), xp.where(known, x.high, unknown.high))
+
+
+# below 2^31 by more than float32 rounds
+_MOST = 2.0**31 * (1 - 1e-5)
+
+
+def _without_nan(x: Interval, node: Expression, args: list[Interval]) -> Interval:
+    """A comparison is not true everywhere where there may be nan; a cast of nan is true."""
+    if node.name in ("lt", "le", "gt", "ge", "eq"):
+        return Interval(x.low & ~(args[0].nan | args[1].nan), x.high)
+    if node.name == "ne":
+        return Interval(x.low, x.high | args[0].nan | args[1].nan)
+    return Interval(x.low, x.high | args[0].nan) if node.name == "cast" else x
+
+
+def _makes_nan(node: Expression, args: list[Interval]) -> Any:
+    """Whether a float may be nan, from what its arguments may be."""
+    nan: Any = np.False_
+    floats = [arg for arg, x in zip(args, node.args, strict=True) if x.dtype == FLOAT]
+    for arg in floats:
+        nan = nan | arg.nan
+    if node.name in ("add", "sub", "mul", "div", "sin", "cos"):
+        for arg in floats:
+            nan = nan | (arg.low == -np.inf) | (arg.high == np.inf)
+    if node.name == "div":
+        nan = nan | ((args[1].low <= 0) & (args[1].high >= 0))
+    lowest = {"sqrt": 0.0, "rsqrt": 0.0, "log": 0.0, "log1p": -1.0}.get(node.name)
+    return nan if lowest is None else nan | (args[0].low < lowest)
 
 
 def _unknown(node: Expression, *args: Interval, xp: Any) -> Interval:
@@ -98,7 +149,7 @@ def _sub(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
 
 
 def _mul(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
-    corners = [a * b for a in x for b in y]
+    corners = [a * b for a in x[:2] for b in y[:2]]
     least, most = _least(corners, xp), _most(corners, xp)
     if node.args[0] is node.args[1]:  # a square
         inside = (x.low <= 0) & (x.high >= 0)
@@ -108,8 +159,8 @@ def _mul(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
 
 def _div(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
     apart = (y.low > 0) | (y.high < 0)
-    low, high = (xp.where(apart, b, 1) for b in y)
-    corners = [a / b for a in x for b in (low, high)]
+    low, high = (xp.where(apart, b, 1) for b in y[:2])
+    corners = [a / b for a in x[:2] for b in (low, high)]
     return Interval(xp.where(apart, _least(corners, xp), -np.inf), xp.where(apart, _most(corners, xp), np.inf))
 
 
@@ -122,7 +173,7 @@ def _floordiv(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
 def _quotient(node: Expression, x: Interval, y: Interval, xp: Any) -> Interval:
     if not (node.args[1].name == CONST and node.args[1].data > 0):
         return anything(INT)
-    low, high = (xp.where(a < 0, -(-a // y.low), a // y.low) for a in x)
+    low, high = (xp.where(a < 0, -(-a // y.low), a // y.low) for a in x[:2])
     return Interval(low, high)
 
 
@@ -146,6 +197,10 @@ def _neg(node: Expression, x: Interval, xp: Any) -> Interval:
     return Interval(-x.high, -x.low)
 
 
+def _stop(node: Expression, x: Interval, xp: Any) -> Interval:
+    return x
+
+
 def _abs(node: Expression, x: Interval, xp: Any) -> Interval:
     inside = (x.low <= 0) & (x.high >= 0)
     ends = xp.abs(x.low), xp.abs(x.high)
@@ -166,7 +221,7 @@ def _growing(name: str, lowest: float = -np.inf) -> Callable[..., Interval]:
     def rule(node: Expression, x: Interval, xp: Any) -> Interval:
         values = {"sigmoid": lambda v: 1.0 / (1.0 + xp.exp(-v))}.get(name) or getattr(xp, name)
         with np.errstate(all="ignore"):
-            low, high = (values(xp.maximum(b, lowest)) for b in x)
+            low, high = (values(xp.maximum(b, lowest)) for b in x[:2])
         # rounded otherwise than in a kernel
         return Interval(low - xp.abs(low) * 1e-5, high + xp.abs(high) * 1e-5)
 
@@ -231,8 +286,9 @@ def _select(node: Expression, condition: Interval, yes: Interval, no: Interval, 
         hull = Interval(yes.low & no.low, yes.high | no.high)
     else:
         hull = Interval(xp.minimum(yes.low, no.low), xp.maximum(yes.high, no.high))
-    one = [xp.where(condition.low, y, xp.where(condition.high, h, n)) for y, n, h in zip(yes, no, hull, strict=True)]
-    return Interval(*one)
+    either = zip(yes[:2], no[:2], hull[:2], strict=True)
+    low, high = (xp.where(condition.low, y, xp.where(condition.high, h, n)) for y, n, h in either)
+    return Interval(low, high, yes.nan | no.nan)
 
 
 def _cast(node: Expression, x: Interval, xp: Any) -> Interval:
@@ -241,10 +297,10 @@ def _cast(node: Expression, x: Interval, xp: Any) -> Interval:
         zero_inside = (x.low <= 0) & (x.high >= 0)
         return Interval(~zero_inside, ~((x.low == 0) & (x.high == 0)))
     if node.dtype == INT and source == FLOAT:
-        low, high = (xp.clip(b, -_FAR, _FAR).astype(np.int32) for b in map(xp.asarray, x))
+        low, high = (xp.clip(b, -_FAR, _FAR).astype(np.int32) for b in map(xp.asarray, x[:2]))
         far_low, far_high = xp.asarray(x.low) < -_FAR, xp.asarray(x.high) > _FAR
         return Interval(xp.where(far_low, _INT32.min, low), xp.where(far_high, _INT32.max, high))
-    return Interval(*(xp.asarray(b).astype(node.dtype) for b in x))
+    return Interval(*(xp.asarray(b).astype(node.dtype) for b in x[:2]))
 
 
 def _least(values: list[Any], xp: Any) -> Any:
@@ -266,6 +322,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "rem": _rem,
     "neg": _neg,
     "abs": _abs,
+    "stop": _stop,
     "sign": _whole("sign"),
     "max": _max,
     "min": _min,
@@ -309,13 +366,13 @@ def operand_interval(values: Any, block: int | None, xp: Any = jnp) -> Interval:
         unknown = values != values
         low, high = xp.where(unknown, -np.inf, values), xp.where(unknown, np.inf, values)
     else:
-        low = high = values
+        unknown, low, high = values != values, values, values
     if block is None:
-        return Interval(low[..., None, None], high[..., None, None])
+        return Interval(*(x[..., None, None] for x in (low, high, unknown)))
     length = values.shape[-1]
     # past the end an entry counts again
     at = np.minimum(np.arange(-(-length // block) * block), length - 1).reshape(-1, block)
-    return Interval(xp.min(low[..., at], axis=-1), xp.max(high[..., at], axis=-1))
+    return Interval(xp.min(low[..., at], axis=-1), xp.max(high[..., at], axis=-1), xp.any(unknown[..., at], axis=-1))
 
 
 __all__ = ["Interval", "anything", "axis_interval", "bounds", "has_operands", "is_exact", "operand_interval"]

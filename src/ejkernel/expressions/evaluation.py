@@ -87,6 +87,7 @@ _JNP: dict[str, Callable[..., Any]] = {
     "xor": lambda x, y: x ^ y,
     "not": lambda x: ~x,
     "select": jnp.where,
+    "stop": lambda x: x,
 }
 
 
@@ -97,6 +98,7 @@ def evaluate(
     score: Any = None,
     load: Callable[[Expression, tuple[Any, ...]], Any] | None = None,
     operand: Callable[[Expression], Any] | None = None,
+    stop: Callable[[Any], Any] = _JNP["stop"],
 ) -> Any:
     """The value of an expression.
 
@@ -106,6 +108,7 @@ def evaluate(
         score: the logits.
         load: the value of a `load` or `lookup`, from the node and the values of its indices.
         operand: the value of an operand of a bound expression.
+        stop: what keeps a gradient from passing, where JAX differentiates the result.
     """
     values: dict[Expression, Any] = {}
     for node in nodes(expression):
@@ -124,6 +127,8 @@ def evaluate(
             value = load(node, args)
         elif node.name == "cast":
             value = _cast(args[0], node)
+        elif node.name == "stop":
+            value = stop(args[0])
         else:
             value = _JNP[node.name](*args)
         values[node] = value

@@ -192,6 +192,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "not": np.invert,
     "select": np.where,
     "cast": lambda x: x,
+    "stop": lambda x: x,  # it has no gradient
 }
 OPERATIONS = tuple(_NUMPY)
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")

@@ -31,6 +31,9 @@ from ejkernel.expressions.nodes import (
     select,
 )
 
+# whose results are the same for the numbers of narrower dtypes
+_COMPARES = ("lt", "le", "gt", "ge", "eq", "ne", "min", "max", "and", "or", "xor", "select_n", "sign", "clamp")
+
 # of jaxprs, to operations
 _SAME_NAME = (
     "add", "sub", "mul", "neg", "sign", "max", "min", "floor", "ceil", "exp", "exp2", "log", "log1p", "expm1", "tanh",
@@ -41,17 +44,8 @@ _PRIMITIVES = {name: name for name in _SAME_NAME} | {
     "shift_left": "shift_left",
     "shift_right_arithmetic": "shift_right",
 }
-_TRANSPARENT = ("copy", "stop_gradient", "optimization_barrier", "reduce_precision", "pvary")
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "remat",
-    "checkpoint",
-)
+_TRANSPARENT = ("copy", "copy_p", "optimization_barrier", "pvary")
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "remat", "checkpoint")
 
 
 class NotAnExpression(ValueError):
@@ -79,8 +73,11 @@ def traced(function: Callable[..., Any], name: str, *, scores: bool) -> Traced:
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
             closed = jax.make_jaxpr(function)(*structs)
-        except TypeError as error:  # of other arguments, or branches on what is not known
-            raise TypeError(f"{name} is called as {signature}: {error}") from error
+        except (TypeError, IndexError, OverflowError) as error:
+            kind = IndexError if isinstance(error, IndexError) else TypeError
+            is_traced = isinstance(error, jax.errors.ConcretizationTypeError)
+            how = "; indices are traced: say jnp.where, & and | in place of if, and, or" if is_traced else ""
+            raise kind(f"{name}, called as {signature}, raised {type(error).__name__}: {error}{how}") from error
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         shapes = [x.str_short() for x in closed.out_avals]
         raise ValueError(f"{signature} must give one {'number' if scores else 'bool'}, it gives {shapes}")
@@ -134,11 +131,11 @@ def _dtype_of(x: Any, what: str) -> Dtype:
     dtype = jnp.result_type(x)
     if dtype == jnp.bool_:
         return BOOL
-    if jnp.issubdtype(dtype, jnp.integer):
+    if jnp.issubdtype(dtype, jnp.integer) and dtype not in (jnp.uint32, jnp.uint64):
         return INT
     if jnp.issubdtype(dtype, jnp.floating):
         return FLOAT
-    raise TypeError(f"{what} has an array of {dtype}: bool, integers and floating-point numbers can be read")
+    raise TypeError(f"{what} has {dtype}: bool, floating-point numbers, and integers of up to 32 bits can be read")
 
 
 @cache
@@ -188,6 +185,7 @@ class _Reader:
             return [method(equation, *inputs)]
         if name in _TRANSPARENT:
             return inputs
+        self.check_dtypes(equation)
         scalars = [self.scalar(x, equation) for x in inputs]
         if name in _PRIMITIVES:
             return [apply(_PRIMITIVES[name], *scalars)]
@@ -200,11 +198,22 @@ class _Reader:
         return [_Array(x) for x in (results if equation.primitive.multiple_results else [results])]
 
     def call(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+        if equation.primitive.name == "custom_jvp_call" and not _is_of_jax(equation):
+            raise self.refusal(equation, "a derivative of one's own (jax.custom_jvp)")
         inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
         if equation.params.get("name") in ("floor_divide", "remainder") and str(inner) in _divisions():
             return [apply(_divisions()[str(inner)], *(self.scalar(x, equation) for x in inputs))]
         jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
         return self.read(jaxpr, [_Array(x) for x in consts], inputs)
+
+    def check_dtypes(self, equation: Any) -> None:
+        """Kernels compute in int32 and float32: narrower numbers are read and compared, which is the same there."""
+        if equation.primitive.name in _COMPARES:
+            return
+        for variable in equation.outvars:
+            if variable.aval.dtype not in (jnp.bool_, jnp.int32, jnp.float32):
+                what = f"{equation.primitive.name} in {variable.aval.dtype}: cast to int32 or float32 first"
+                raise self.refusal(equation, what)
 
     def scalar(self, x: _Value, equation: Any) -> Expression:
         if isinstance(x, Expression):
@@ -235,7 +244,12 @@ class _Reader:
 
     # primitives with rules of their own
 
+    def _stop_gradient(self, equation: Any, x: _Value) -> Expression:
+        return apply("stop", self.scalar(x, equation))
+
     def _convert_element_type(self, equation: Any, x: _Value) -> _Value:
+        if not (isinstance(x, _Array) and x.shape != ()):
+            self.check_dtypes(equation)
         if isinstance(x, _Array) and x.shape != ():
             return _Array(jnp.asarray(x.values, equation.params["new_dtype"]), x.index)
         return cast(self.scalar(x, equation), _dtype_of(equation.outvars[0].aval, self.function))
@@ -354,6 +368,11 @@ class _Reader:
         for condition in inside:
             found = select(condition, found, fallback)
         return found
+
+
+def _is_of_jax(equation: Any) -> bool:
+    """Whether a function with a derivative of its own is one of JAX's, such as jax.nn.silu."""
+    return "/jax/" in str(equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
 
 
 def _where(equation: Any) -> str:

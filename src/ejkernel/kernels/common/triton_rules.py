@@ -142,6 +142,7 @@ _TEXTS: dict[str, Callable[..., str]] = {
     "mod": lambda x, y: f"({x} % {y} + {y}) % {y}",
     "neg": lambda x: f"-{x}",
     "not": lambda x: f"{x} == 0",
+    "stop": lambda x: x,
     "rsqrt": lambda x: f"1.0 / tl.sqrt({x})",
     "sigmoid": lambda x: f"1.0 / (1.0 + tl.exp(-{x}))",
     "log1p": lambda x: f"tl.log(1.0 + {x})",

@@ -309,7 +309,7 @@ def _rule_maps(call: Call, dims: Dimensions, block_q: int, block_k: int, xp: Any
         return Interval(*(x[added] for x in found))
 
     rows, columns = (axis_interval(n, block, xp) for n, block in ((dims.T, block_q), (dims.S, block_k)))
-    every, some = bounds(rule, {"i": Interval(*(x[:, None] for x in rows)), "j": columns}, operand, xp)
+    every, some, _ = bounds(rule, {"i": Interval(*(x[:, None] for x in rows[:2])), "j": columns}, operand, xp)
     shape = (1, 1, len(rows.low), len(columns.low))
     return tuple(xp.broadcast_to(x, np.broadcast_shapes(np.shape(x), shape)) for x in (some, every))
 
