@@ -104,6 +104,8 @@ MASKS: dict[str, Callable[[Sizes], Callable[..., Any]]] = {
     "window-by-head": _by_head,
     "matrix": _matrix,
     "blocks": _blocks,
+    "divisions": lambda sizes: lambda b, h, i, j: ((i - 9) // -3 + j // (i - 5) < 4) & ((i - j) % -5 > -3),
+    "wraps-around": lambda sizes: lambda b, h, i, j: (i * 214748364 + j >= 0) | (i * 214748364 < 0),
     "nothing": lambda sizes: lambda b, h, i, j: j < 0,
     "everything": lambda sizes: lambda b, h, i, j: j >= 0,
     "global-and-local": lambda sizes: lambda b, h, i, j: (jnp.abs(i - j) < 5) | (j < 3) | (i % 16 == 0),

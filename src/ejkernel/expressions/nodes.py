@@ -20,7 +20,6 @@ CONST = "const"  # data: a number
 LOAD = "load"  # data: the number of an array; args: an index for each of its dimensions, clamped to what there is
 OPERAND = "operand"  # data: (kind, number), of a bound expression: see `binding.py`
 LOOKUP = "lookup"  # data: (offset, shape), likewise; args: an index for each dimension, clamped
-LEAVES = (AXIS, SCORE, CONST, OPERAND)
 
 
 class Expression:
@@ -155,7 +154,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,
-    "floordiv": _floordiv,  # rounds down; by 0 it is -1, as XLA has it
+    "floordiv": _floordiv,  # rounds down; by 0 it is anything
     "mod": lambda x, y: np.where(y == 0, x, np.mod(x, np.where(y == 0, 1, y))),  # of the divisor's sign
     "quotient": lambda x, y: np.where(y == 0, -1, np.trunc(x / np.where(y == 0, 1, y))),  # rounds to zero
     "rem": lambda x, y: np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y))),  # of the dividend's sign
@@ -268,14 +267,28 @@ def _simplified(name: str, args: Sequence[Expression]) -> Expression | None:
 
 
 def nonnegative(x: Expression) -> bool:
-    """Whether an integer is known to be at least 0."""
-    if x.dtype != INT:
-        return False
+    """Whether an integer is known to be at least 0, for up to 2^30 rows, heads, queries and keys."""
+    return x.dtype == INT and _most(x) is not None
+
+
+def _most(x: Expression) -> int | None:
+    """The most that an integer can be which is never negative; None where it may be, or may wrap around."""
     if x.name == CONST:
-        return x.data >= 0
-    if x.name in ("add", "mul", "min", "floordiv", "quotient", "mod", "rem", "shift_right"):
-        return all(map(nonnegative, x.args))
-    return x.name in (AXIS, "abs") or (x.name == "max" and any(map(nonnegative, x.args)))
+        return x.data if x.data >= 0 else None
+    if x.name == AXIS:
+        return 2**30 - 1
+    args = [_most(arg) for arg in x.args]
+    if x.name == "max":  # one that is not suffices
+        return 2**31 - 1 if args != [None, None] else None
+    known = [most for most in args if most is not None]
+    if len(known) < len(args):
+        return None
+    if x.name in ("add", "mul"):
+        most = sum(known) if x.name == "add" else known[0] * known[1]
+        return most if most < 2**31 else None
+    if x.name in ("floordiv", "quotient") and not (x.args[1].name == CONST and x.args[1].data > 0):
+        return None  # by 0 it is negative
+    return known[0] if x.name in ("min", "floordiv", "quotient", "mod", "rem", "shift_right") else None
 
 
 # Whole expressions ------------------------------------------------------------------------------------------

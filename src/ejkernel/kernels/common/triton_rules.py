@@ -138,7 +138,7 @@ _CALLS = {
     "select": "tl.where",
 }  # fmt: skip
 _TEXTS: dict[str, Callable[..., str]] = {
-    "floordiv": lambda x, y: f"tl.where({x} >= 0, {x}, {x} - ({y} - 1)) // {y}",
+    "floordiv": lambda x, y: f"{x} // {y} - (({x} % {y} != 0) & (({x} % {y} < 0) != ({y} < 0))).to(tl.int32)",
     "mod": lambda x, y: f"({x} % {y} + {y}) % {y}",
     "neg": lambda x: f"-{x}",
     "not": lambda x: f"{x} == 0",
@@ -161,6 +161,8 @@ def _text(node: Expression, args: list[str], layouts: Layouts) -> str:
         return "b_s"
     if node.name in (OPERAND, LOOKUP):
         return _loaded(node, args, layouts.floats if node.dtype == FLOAT else layouts.ints)
+    if node.name == "floordiv" and node.args[1].name == CONST and node.args[1].data > 0:
+        return f"tl.where({args[0]} >= 0, {args[0]}, {args[0]} - ({args[1]} - 1)) // {args[1]}"
     if node.name in _INFIX:
         return f"{args[0]} {_INFIX[node.name]} {args[1]}"
     if node.name in _CALLS:
@@ -197,5 +199,5 @@ def _loaded(node: Expression, args: list[str], layout: Layout) -> str:
 
 def unsupported_operations(*expressions: Expression | None) -> list[str]:
     """Operations that have no function in Triton: there are none but powers of numbers that may be negative."""
-    found = [node for node in nodes(*expressions) if node.name == "pow" and node.axes]
-    return [f"{node}: the base of a power may be negative" for node in found]
+    powers = [node for node in nodes(*expressions) if node.name == "pow" and node.axes]
+    return [f"{node}: the base of a power may be negative" for node in powers]

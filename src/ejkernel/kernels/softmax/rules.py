@@ -213,8 +213,8 @@ def recognised_cap(expression: Expression) -> float | None:
 
 def conjunction(*given: Rule | None) -> Rule | None:
     """The mask rule of what all show."""
-    found = [rule for rule in given if rule is not None]
-    return reduce(and_, found) if found else None
+    rules = [rule for rule in given if rule is not None]
+    return reduce(and_, rules) if rules else None
 
 
 def composed(outer: Rule | None, inner: Rule | None) -> Rule | None:
