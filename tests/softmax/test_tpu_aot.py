@@ -95,6 +95,7 @@ class Program:
 def trained_functions(slopes, gates, ids):
     """Segments with a prefix, ALiBi and forgetting gates; what is read lies in scalars, rows and columns."""
     prefix, total = ids[:, 0], jnp.cumsum(gates.astype(jnp.float32), axis=-1)
+    slopes = slopes.astype(jnp.float32)
     return {
         "mask_fn": lambda b, h, i, j: (ids[b, i] == ids[b, j]) & ((j <= i) | (j < prefix[b])),
         "score_fn": lambda s, b, h, i, j: s - slopes[h] * jnp.abs(i - j) + total[b, h, i] - total[b, h, j],
