@@ -4,6 +4,7 @@ from ejkernel.kernels.ring.layout import from_zigzag, to_zigzag
 from ejkernel.modules.blocksparse import blocksparse_attention
 from ejkernel.modules.cascade import cascade_attention
 from ejkernel.modules.decode import decode_attention, ragged_decode_attention
+from ejkernel.modules.delta_rule import gated_delta_rule, kimi_delta_attention
 from ejkernel.modules.dot_product import dot_product_attention
 from ejkernel.modules.flash import flash_attention
 from ejkernel.modules.kv_cache import write_interleaved_kv_pages, write_kv_pages
@@ -24,7 +25,9 @@ __all__ = [
     "dot_product_attention",
     "flash_attention",
     "from_zigzag",
+    "gated_delta_rule",
     "gla_attention",
+    "kimi_delta_attention",
     "lightning_attention",
     "mean_pooling",
     "native_sparse_attention",

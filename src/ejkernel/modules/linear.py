@@ -25,6 +25,7 @@ def recurrent_attention(
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    segment_ids: Int[Array, "*#B T"] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -63,6 +64,9 @@ def recurrent_attention(
             traced is multiplied into the queries, and has a gradient.
         reverse: run from the last token to the first.
         return_state: also return the state after the last token (with `reverse`, after the first).
+        segment_ids: `(B, T)` or `(T,)` integers: the sequences packed into each row. A state starts anew where the id
+            changes; negative ids are padding, whose output is zero and which the state passes by. Not beside
+            `cu_seqlens` or `initial_state`.
         platform: `None` or `"auto"`, `"xla"`, `"triton"`, `"pallas"`.
         cfg: the platform's `Config`, or a dict of its fields.
         mesh: devices to split batch and heads over, with `in_specs`; alone, the device it is compiled for.
@@ -96,6 +100,7 @@ def recurrent_attention(
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=return_state,
+        segment_ids=segment_ids,
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     outputs = run(RECURRENT_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
@@ -114,6 +119,7 @@ def gla_attention(
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    segment_ids: Int[Array, "*#B T"] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -150,6 +156,7 @@ def gla_attention(
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=return_state,
+        segment_ids=segment_ids,
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     return finish(call, run(GLA_ATTENTION, call, platform=platform, cfg=cfg, shards=split), query.shape)
@@ -167,6 +174,7 @@ def lightning_attention(
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    segment_ids: Int[Array, "*#B T"] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -204,6 +212,7 @@ def lightning_attention(
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=return_state,
+        segment_ids=segment_ids,
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     return finish(call, run(LIGHTNING_ATTENTION, call, platform=platform, cfg=cfg, shards=split), query.shape)

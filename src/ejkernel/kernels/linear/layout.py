@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.common.packed_chunks import chunks_of_tokens, max_packed_chunks, packed_chunks
-from ejkernel.kernels.linear.scans import Scan
 
 
 class Layout(NamedTuple):
@@ -62,16 +61,14 @@ class Layout(NamedTuple):
         return jnp.where((last >= 0)[..., None, None, None], final, starts)
 
 
-def layout_of(scan: Scan, chunk: int) -> Layout:
-    """The chunks of a scan, so many tokens each."""
-    T = scan.a.shape[1]
-    if scan.cu_seqlens is None:
+def layout_of(T: int, cu_seqlens: jax.Array | None, chunk: int) -> Layout:
+    """The chunks of T tokens, so many each."""
+    if cu_seqlens is None:
         rows = -(-T // chunk)
         valid = np.arange(rows * chunk).reshape(1, rows, chunk) < T
         zeros = np.zeros((1, rows), np.int32)
         return Layout(T, chunk, 1, None, valid, zeros == 1, zeros, None, None)
-    cu = scan.cu_seqlens
-    N = cu.shape[1] - 1
+    cu, N = cu_seqlens, cu_seqlens.shape[1] - 1
     packed = packed_chunks(cu, chunk, max_packed_chunks(T, N, chunk))
     tokens = packed.start[..., None] + np.arange(chunk, dtype=np.int32)[None, None]
     valid = tokens < packed.end[..., None]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.common.packed_chunks import equal_lengths
 from ejkernel.kernels.common.sizes import rounded_sizes
 from ejkernel.kernels.common.struct_call import struct_call
+from ejkernel.kernels.linear.delta.operations import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
 from ejkernel.kernels.linear.sharded import along_length
 from ejkernel.kernels.linear.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
@@ -46,6 +47,7 @@ def probes() -> dict[str, Call]:
         "decay per value channel (`gv`)": _struct_call(gv=lambda: jnp.zeros((2, 128, 2, 64))),
         "initial and final state": _struct_call(initial_state=lambda: jnp.zeros((2, 2, 64, 64)), return_state=True),
         "from the last token to the first": _struct_call(reverse=True),
+        "segment ids": _struct_call(segment_ids=lambda: jnp.zeros((2, 128), int)),
         "packed sequences": _struct_call(B=1, cu_seqlens=lambda: jnp.array([0, 50, 128])),
         "one token": _struct_call(T=1),
         "lengths that divide nothing": _struct_call(T=129),
@@ -83,4 +85,4 @@ RECURRENT_ATTENTION = _family(name="recurrent_attention")
 GLA_ATTENTION = _family(name="gla_attention")
 LIGHTNING_ATTENTION = _family(name="lightning_attention")
 
-OPERATIONS = (RECURRENT_ATTENTION, GLA_ATTENTION, LIGHTNING_ATTENTION)
+OPERATIONS = (RECURRENT_ATTENTION, GLA_ATTENTION, LIGHTNING_ATTENTION, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)

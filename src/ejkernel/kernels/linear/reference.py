@@ -20,7 +20,7 @@ def reference(call: Call, dtype: Any = jnp.float32) -> Arrays:
     zeros = jnp.zeros((B, N, H, D, Dv), dtype)
     state = call["initial_state"].astype(dtype) if "initial_state" in call else zeros
     tokens = {name: call[name] for name in ("query", "key", "value", "g", "gk", "gv") if name in call}
-    tokens["sequence"] = _sequences(call)
+    tokens["sequence"] = sequence_of_tokens(call, *call["query"].shape[:2])
     if call.spec.reverse:
         tokens = {name: jnp.flip(x, 1) for name, x in tokens.items()}
     gamma = call["g_gamma"] if "g_gamma" in call else jnp.zeros((1, H))
@@ -44,9 +44,8 @@ def reference(call: Call, dtype: Any = jnp.float32) -> Arrays:
     return {"out": jnp.flip(out, 1) if call.spec.reverse else out, "state": state}
 
 
-def _sequences(call: Call) -> jax.Array:
+def sequence_of_tokens(call: Call, B: int, T: int) -> jax.Array:
     """The sequence of every token, -1 for padding: (B, T)."""
-    B, T, *_ = dimensions(call)
     if "cu_seqlens" not in call:
         return jnp.zeros((B, T), jnp.int32)
     token = jnp.arange(T)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,28 @@ class _Transition(NamedTuple):
         state = self.keep_k * other.state * self.keep_v + self.state
         return _Transition(state, self.keep_k * other.keep_k, self.keep_v * other.keep_v)
 
+    def of(self, initial: jax.Array, unchanged: jax.Array) -> jax.Array:
+        """What becomes of a state; where it is `unchanged`, that state itself."""
+        keep_k, keep_v = (jnp.where(unchanged, 1.0, x) for x in (self.keep_k, self.keep_v))
+        return keep_k * initial * keep_v + self.state
+
 
 def along_length(call: Call, axes: tuple[str, ...], run: Callable[[Call], Arrays]) -> Arrays:
-    """What a device computes of a call whose tokens are split over `axes`.
+    """What a device computes of a call whose tokens are split over `axes`."""
+    return passed_on(call, axes, run, _transition, call.spec.reverse)
 
-    Every device scans its keys and values once for the state alone, gets the state before its tokens from the others
-    in log2(devices) exchanges of one state per head and sequence, and then runs its tokens as if they were all.
+
+def passed_on(
+    call: Call, axes: tuple[str, ...], run: Callable[[Call], Arrays], transition_of: Any, reverse: bool
+) -> Arrays:
+    """The outputs of a device's tokens, from the state that all devices before it leave.
+
+    Every device runs its tokens once for the transition alone (`transition_of(call, run)`), gets the state before them
+    from the others in log2(devices) exchanges of one transition per head and sequence, and then runs its tokens as if
+    they were all.
     """
     devices, device = lax.axis_size(axes), lax.axis_index(axes)
-    order = devices - 1 - device if call.spec.reverse else device
+    order = devices - 1 - device if reverse else device
     arrays = dict(call.arrays)
     if "cu_seqlens" in call:
         # sequences may go on beyond a device: of each some tokens are on this one, or none
@@ -49,13 +62,16 @@ def along_length(call: Call, axes: tuple[str, ...], run: Callable[[Call], Arrays
     call = replace(call, arrays=arrays)
     initial = arrays.pop("initial_state", None)
     of_state = replace(call, spec=replace(call.spec, with_out=False, with_state=True), arrays=arrays)
-    transition = _Transition(run(of_state)["state"], *_kept(call))
-    start = _before(transition, initial, axes, devices, order, call.spec.reverse)
+    start = _before(transition_of(of_state, run), initial, axes, devices, order, reverse)
     outputs = run(replace(call, arrays=arrays | {"initial_state": start}))
     if "state" in outputs:
         last = jnp.where(order == devices - 1, outputs["state"], 0.0)
         outputs = outputs | {"state": lax.psum(last, axes)}
     return outputs
+
+
+def _transition(call: Call, run: Callable[[Call], Arrays]) -> _Transition:
+    return _Transition(run(call)["state"], *_kept(call))
 
 
 def _kept(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +101,7 @@ def _kept(call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def _before(
-    transition: _Transition,
+    transition: Any,
     initial: jax.Array | None,
     axes: tuple[str, ...],
     devices: int,
@@ -94,20 +110,16 @@ def _before(
 ) -> jax.Array:
     """The state before a device's tokens: of all devices that come before it, after the initial state."""
 
-    def from_earlier(distance: int) -> _Transition:
+    def from_earlier(distance: int) -> Any:
         """That of the device so far before this one; zeros where there is none."""
         offset = -distance if reverse else distance
         pairs = [(i, i + offset) for i in range(devices) if 0 <= i + offset < devices]
-        return _Transition(*(lax.ppermute(x, axes, pairs) for x in transition))
+        return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), transition)
 
     distance = 1
     while distance < devices:
         both = transition.after(from_earlier(distance))
         transition = jax.tree.map(partial(jnp.where, order >= distance), both, transition)
         distance *= 2
-    state, *kept = from_earlier(1)
-    if initial is None:
-        return state
-    # the first device has got zeros, and keeps all of the initial state
-    keep_k, keep_v = (jnp.where(order == 0, 1.0, x) for x in kept)
-    return keep_k * initial * keep_v + state
+    earlier = from_earlier(1)  # zeros, of the first device
+    return earlier.state if initial is None else earlier.of(initial, order == 0)

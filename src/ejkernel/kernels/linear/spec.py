@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
 
-from ejkernel.checks.arrays import cumulative_lengths, float_array
+from ejkernel.checks.arrays import float_array
 from ejkernel.checks.options import flag, static_int
 from ejkernel.kernels.common.batch import Batch, folded, unfolded
 from ejkernel.kernels.common.scale import with_static_scale
+from ejkernel.kernels.linear.sequences import first_states, packing, segmented
 from ejkernel.ops import Call, Dims
 
 ARRAYS = {
@@ -80,6 +81,7 @@ def canonicalise(
     softmax_scale: Any = None,
     reverse: bool = False,
     return_state: bool = False,
+    segment_ids: Any = None,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
     query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
@@ -88,7 +90,7 @@ def canonicalise(
     Dv = value.shape[-1]
     shapes = {"g": (*batch, T, H), "gk": (*batch, T, H, D), "gv": (*batch, T, H, Dv)}
     if g is not None and float_array("g", g).ndim == query.ndim:
-        g = _gate("g", g, shapes["gk"])
+        g = of_shape("g", g, shapes["gk"])
         g, gk = None, g if gk is None else g.astype(jnp.float32) + float_array("gk", gk).astype(jnp.float32)
     query, scale = with_static_scale("softmax_scale", query, softmax_scale)
     if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
@@ -96,23 +98,14 @@ def canonicalise(
     arrays = {"query": folded(query), "key": folded(key), "value": folded(value)}
     for name, gate in {"g": g, "gk": gk, "gv": gv}.items():
         if gate is not None:
-            arrays[name] = folded(_gate(name, gate, shapes[name]), len(shapes[name]) - len(batch))
+            arrays[name] = folded(of_shape(name, gate, shapes[name]), len(shapes[name]) - len(batch))
     if g_gamma is not None:
         if isinstance(g_gamma, int | float) and not isinstance(g_gamma, bool):
             g_gamma = np.full(H, g_gamma, np.float32)
         gamma = float_array("g_gamma", g_gamma)
-        arrays["g_gamma"] = _gate("g_gamma", gamma if gamma.ndim else gamma[None], (H,)).astype(jnp.float32)[None]
-    sequences = batch
-    if cu_seqlens is not None:
-        if arrays["query"].shape[0] != 1:
-            raise ValueError(f"cu_seqlens packs sequences into one row; query {query.shape} has more, needed 1")
-        arrays["cu_seqlens"] = cumulative_lengths("cu_seqlens", cu_seqlens, T)[None]
-        sequences = (arrays["cu_seqlens"].shape[1] - 1,)
-    if initial_state is not None:
-        state, shape = float_array("initial_state", initial_state).astype(jnp.float32), (*sequences, H, D, Dv)
-        if state.shape != shape:
-            raise ValueError(f"initial_state has shape {state.shape}, needed {shape}")
-        arrays["initial_state"] = state[None] if cu_seqlens is not None else folded(state)[:, None]
+        arrays["g_gamma"] = of_shape("g_gamma", gamma if gamma.ndim else gamma[None], (H,)).astype(jnp.float32)[None]
+    arrays = first_states(packing(arrays, cu_seqlens, query), initial_state, batch, (H, D, Dv))
+    arrays = segmented(arrays, segment_ids, batch, reverse)
     spec = Spec(
         scale,
         flag("reverse", reverse),
@@ -167,14 +160,14 @@ def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:
 
 
 _SCALES = np.finfo(np.float32)
-_LAYOUT = "the layout is (batch, length, heads, head_dim)"
+LAYOUT = "the layout is (batch, length, heads, head_dim)"
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
     """The leading dimensions, which all three share."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
-            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}; {_LAYOUT}")
+            raise ValueError(f"{name} must have 4 dimensions, got shape {x.shape}; {LAYOUT}")
         if 0 in x.shape[-2:]:
             raise ValueError(f"{name} has an empty dimension: shape {x.shape}")
         if x.dtype != query.dtype:
@@ -186,13 +179,13 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
             f"keys and values (jnp.repeat(key, {groups}, -2))"
         )
     if key.shape != query.shape:
-        raise ValueError(f"key {key.shape} must have the shape of query {query.shape}; {_LAYOUT}")
+        raise ValueError(f"key {key.shape} must have the shape of query {query.shape}; {LAYOUT}")
     if value.shape[:-1] != query.shape[:-1]:
-        raise ValueError(f"value {value.shape} must have the batch, length and heads of query {query.shape}; {_LAYOUT}")
+        raise ValueError(f"value {value.shape} must have the batch, length and heads of query {query.shape}; {LAYOUT}")
     return query.shape[:-3]
 
 
-def _gate(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+def of_shape(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     """Log decays broadcast to a shape of as many dimensions."""
     x = float_array(name, x)
     if x.ndim != len(shape) or any(size not in (1, needed) for size, needed in zip(x.shape, shape, strict=True)):

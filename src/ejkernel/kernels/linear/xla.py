@@ -15,6 +15,7 @@ from ejkernel.kernels.linear import chunks, scans
 from ejkernel.kernels.linear.layout import Layout, layout_of
 from ejkernel.kernels.linear.scans import Scan, ScanResult
 from ejkernel.kernels.linear.spec import dimensions
+from ejkernel.kernels.linear.xla_chunks import decayed, from_earlier, hidden_zeros, pair_scores, product, started
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 from ejkernel.ops.sharding import varying_like
@@ -62,7 +63,6 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward, backward)
 
 _TOKENS = ("a", "b", "c", "g", "inner", "outer", "factor", "minuend")
-_product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
 def run_scan(config: Config, scan: Scan) -> ScanResult:
@@ -70,10 +70,10 @@ def run_scan(config: Config, scan: Scan) -> ScanResult:
     if scan.descending:
         return unmirrored(run_scan(config, mirrored(scan)))
     B, N, H, _, C = scan.state_shape
-    layout = layout_of(scan, config.chunk)
+    layout = layout_of(scan.a.shape[1], scan.cu_seqlens, config.chunk)
     rows = layout.valid.shape[1]
     group = max(1, min(config.group, rows))
-    starts = _hidden_zeros(jnp.zeros(scan.state_shape, jnp.float32) if scan.start is None else scan.start)
+    starts = hidden_zeros(jnp.zeros(scan.state_shape, jnp.float32) if scan.start is None else scan.start)
     channels = (C,) if scan.outer is not None else ()
     sums_starts = jnp.zeros((B, N, H, *channels), jnp.float32) if scan.sums_start is None else scan.sums_start
     packed = scan.cu_seqlens is not None
@@ -119,7 +119,7 @@ def run_scan(config: Config, scan: Scan) -> ScanResult:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
     tokens = {name: grouped(x) for name, x in _tokens(scan, layout).items()}
-    states = (starts[:, 0], _hidden_zeros(jnp.zeros_like(starts[:, 0])), sums_starts[:, 0])
+    states = (starts[:, 0], hidden_zeros(jnp.zeros_like(starts[:, 0])), sums_starts[:, 0])
     states = varying_like(states, (tokens, starts, sums_starts))
     (state, tangent, _), groups = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
     out, products, after = jax.tree.map(lambda x: x.reshape(x.shape[0] * group, *x.shape[2:])[:rows], groups)
@@ -129,15 +129,6 @@ def run_scan(config: Config, scan: Scan) -> ScanResult:
         layout.final_states(starts, state, after) if scan.with_state else None,
         None if products is None else layout.scatter(products),
     )
-
-
-def _hidden_zeros(state: jax.Array) -> jax.Array:
-    """The state, hidden from the compiler, which may know that it is zero.
-
-    XLA for CPUs leaves a product with such zeros unwritten (jaxlib 0.10.2 seldom, 0.12.0.1 often) and goes on with
-    whatever lies there.
-    """
-    return lax.optimization_barrier(state)
 
 
 def _tokens(scan: Scan, layout: Layout) -> Arrays:
@@ -159,20 +150,9 @@ def _tokens(scan: Scan, layout: Layout) -> Arrays:
 def _next_state(starts: jax.Array | None, state: jax.Array, x: Any) -> tuple[jax.Array, Any]:
     """The state after a chunk, from the one before; and both. `starts` are those of packed sequences."""
     (first, sequence), added, keep = x
-    if starts is not None:
-        sequence, first = (jnp.broadcast_to(y, state.shape[:1]) for y in (sequence, first))
-        state = _select(first, _rows_at(sequence, starts), state)
+    state = started(starts, state, first, sequence)
     after = keep * state + added
     return after, (state, after)
-
-
-def _rows_at(index: jax.Array, x: jax.Array) -> jax.Array:
-    """x[b, index[b]] of every row b."""
-    return jax.vmap(lambda row, i: row[i])(x, index)
-
-
-def _select(where: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.where(where.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
 
 # Chunks: tiles are (B, H, chunk, channels) and (B, H, chunk), where B may be several chunks' -----------------
@@ -184,12 +164,12 @@ def _gain(scan: Scan, x: Arrays) -> tuple[jax.Array, jax.Array]:
     _, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, scan.deferred))
     all_tokens = np.ones((1, chunk), np.float32)
     # g counts once: with the inner decays
-    keep = _decayed(
+    keep = decayed(
         jnp.ones((*x["b"].shape[:2], x["b"].shape[3], 1), jnp.float32), x, "inner", all_tokens, transposed=True
     )
-    keep = keep * jnp.exp(_product("rl,bhlc->bhrc", all_tokens, x["outer"])) if "outer" in x else keep
-    b, c = _decayed(x["b"], x, "inner", to_end), _decayed(x["c"], x, "outer", to_end)
-    return _product("bhia,bhic->bhac", b, c), keep
+    keep = keep * jnp.exp(product("rl,bhlc->bhrc", all_tokens, x["outer"])) if "outer" in x else keep
+    b, c = decayed(x["b"], x, "inner", to_end), decayed(x["c"], x, "outer", to_end)
+    return product("bhia,bhic->bhac", b, c), keep
 
 
 def _tangent(x: Arrays) -> Arrays:
@@ -210,73 +190,21 @@ def _outputs(
     if not scan.with_out and scan.factor is None:
         return None, None
     to_start, _ = (m.astype(np.float32) for m in chunks.ends(x["a"].shape[2], scan.deferred))
-    decayed, scores = _decayed(x["a"], x, "inner", to_start), _scores(x, scan.deferred)
+    a, scores = decayed(x["a"], x, "inner", to_start), pair_scores(x, scan.deferred)
     if tangent is not None:
         token = _upto(x)
-        decayed, h = jnp.concatenate([token[:, None] * decayed, decayed], 3), jnp.concatenate([h, tangent], 2)
+        a, h = jnp.concatenate([token[:, None] * a, a], 3), jnp.concatenate([h, tangent], 2)
         scores *= token[:, None] - token[None, :]
-    from_state = _decayed(_product("bhia,bhac->bhic", decayed, h), x, "outer", to_start)
-    others = scan.scale * (from_state + _others(x, scores, scan.deferred))
+    from_state = decayed(product("bhia,bhac->bhic", a, h), x, "outer", to_start)
+    others = scan.scale * (from_state + from_earlier(x, scores, scan.deferred))
     products = None
     if scan.factor is not None:
         products = x["factor"] * others
         products = products if scan.outer is not None else products.sum(-1)
     if tangent is not None:  # what a token gives itself has not been decayed
         return others, products
-    diagonal = scan.scale * _product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
+    diagonal = scan.scale * product("bhia,bhia->bhi", x["a"], x["b"])[..., None] * x["c"]
     return others + diagonal, products
-
-
-def _decayed(y: jax.Array, x: Arrays, name: str, reach: np.ndarray, transposed: bool = False) -> jax.Array:
-    """y times the decays that each row reaches over; those of whole heads are among the inner ones.
-
-    Rows are the second last axis of y, or with `transposed` one row is all of it: channels are the second last axis.
-    """
-    if name in x:
-        total = _product("rl,bhlc->bhrc", reach, x[name])
-        y = y * jnp.exp(total.mT if transposed else total)
-    if name == "inner" and "g" in x:
-        y = y * jnp.exp(_product("rl,bhl->bhr", reach, x["g"]))[..., None]
-    return y
-
-
-def _scores(x: Arrays, deferred: bool) -> jax.Array:
-    """(B, H, chunk, chunk): a_i . b_j, decayed from j to i by inner and head decays, for j before i; zero elsewhere."""
-    chunk = x["a"].shape[2]
-    lower = np.tri(chunk, k=-1, dtype=bool)
-    if "inner" not in x:
-        scores = jnp.where(lower, _product("bhia,bhja->bhij", x["a"], x["b"]), 0)
-    else:
-        scores = jnp.zeros((*x["a"].shape[:3], chunk), jnp.float32)
-        for level, p, q in _factors(x["inner"], deferred):
-            scores = jnp.where(level.pairs, _product("bhia,bhja->bhij", x["a"] * p, x["b"] * q), scores)
-    if "g" in x:
-        to_start, to_end = (m.astype(np.float32) for m in chunks.ends(chunk, deferred))
-        # decays between j and i, which are those after j up to i: sums of them alone, so that nothing cancels
-        between = _product("il,bhlj->bhij", to_start, x["g"][..., None] * to_end.T)
-        scores = jnp.where(lower, scores * jnp.exp(jnp.where(lower, between, 0)), 0)
-    return scores
-
-
-def _others(x: Arrays, scores: jax.Array, deferred: bool) -> jax.Array:
-    """What the tokens of a chunk get from those before them in it."""
-    if "outer" not in x:
-        return _product("bhij,bhjc->bhic", scores, x["c"])
-    out = jnp.zeros(x["c"].shape, jnp.float32)
-    for level, p, q in _factors(x["outer"], deferred):
-        out += p * _product("bhij,bhjc->bhic", jnp.where(level.pairs, scores, 0), x["c"] * q)
-    return out
-
-
-def _factors(gates: jax.Array, deferred: bool) -> list[tuple[chunks.Level, jax.Array, jax.Array]]:
-    """Of every level, what its pairs are weighed with: that of i and that of j, per channel."""
-    chunk, factors = gates.shape[2], []
-    for level in chunks.levels(chunk, deferred):
-        factor = jnp.exp(_product("rl,bhlc->bhrc", level.reach.astype(np.float32), gates))
-        factors.append((level, factor, factor))
-    level = chunks.near(chunk, deferred)
-    total = _product("rl,bhlc->bhrc", level.reach.astype(np.float32), jnp.maximum(gates, chunks.NEAR_DECAY))
-    return [*factors, (level, jnp.exp(total), jnp.exp(-total))]
 
 
 def mirrored(scan: Scan) -> Scan:

@@ -58,7 +58,7 @@ def _largest_scan(spec: Spec, shapes: tuple[Any, ...], chunk: int) -> int:
     needs = [0]
 
     def measure(scan: Scan) -> ScanResult:
-        layout = layout_of(scan, chunk)
+        layout = layout_of(scan.a.shape[1], scan.cu_seqlens, chunk)
         if _has_tokens(scan, layout):
             needs.append(ScanKernel(scan, chunk, layout).vmem_bytes())
         products = jnp.zeros(scan.c.shape[:3] if scan.outer is None else scan.c.shape)
@@ -137,7 +137,7 @@ IMPLEMENTATION = Implementation(
 
 def run_scan(config: Config, target: Target, scan: Scan) -> ScanResult:
     """The scan, so many tokens at a time."""
-    layout = layout_of(scan, config.chunk)
+    layout = layout_of(scan.a.shape[1], scan.cu_seqlens, config.chunk)
     if not _has_tokens(scan, layout):
         return xla.run_scan(xla.Config(), scan)
     kernel = ScanKernel(scan, config.chunk, layout)

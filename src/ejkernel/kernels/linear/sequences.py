@@ -1,0 +1,58 @@
+"""Several sequences in a row: by cumulative lengths with a state each, or by segment ids where a state starts anew."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.checks.arrays import cumulative_lengths, float_array, integers
+from ejkernel.kernels.common.batch import Batch, folded
+from ejkernel.ops.operation import Arrays
+
+
+def packing(arrays: Arrays, cu_seqlens: Any, query: jax.Array) -> Arrays:
+    """The arrays of a call with cumulative lengths, which pack sequences into one row."""
+    if cu_seqlens is None:
+        return arrays
+    if arrays["query"].shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row; query {query.shape} has more, needed 1")
+    return arrays | {"cu_seqlens": cumulative_lengths("cu_seqlens", cu_seqlens, query.shape[-3])[None]}
+
+
+def first_states(arrays: Arrays, initial_state: Any, batch: Batch, shape: tuple[int, ...]) -> Arrays:
+    """The arrays of a call with the states that its sequences begin with."""
+    if initial_state is None:
+        return arrays
+    packed = "cu_seqlens" in arrays
+    sequences = (arrays["cu_seqlens"].shape[1] - 1,) if packed else batch
+    state = float_array("initial_state", initial_state).astype(jnp.float32)
+    if state.shape != (*sequences, *shape):
+        raise ValueError(f"initial_state has shape {state.shape}, needed {(*sequences, *shape)}")
+    return arrays | {"initial_state": state[None] if packed else folded(state)[:, None]}
+
+
+def segmented(arrays: Arrays, segment_ids: Any, batch: Batch, reverse: bool = False) -> Arrays:
+    """The arrays of a call (B, T, ...) with segment ids: at its first token a segment forgets all, padding is nothing.
+
+    Padding is selected away, not multiplied by zero: it may be nan. The state passes through it.
+    """
+    if segment_ids is None:
+        return arrays
+    for name in ("cu_seqlens", "initial_state"):
+        if name in arrays:
+            raise ValueError(f"segment_ids are not for calls with {name}: a segment begins with a state of zeros")
+    B, T, H, _ = arrays["value"].shape
+    ids = integers("segment_ids", segment_ids, 1, len(batch) + 1)
+    if ids.shape not in ((T,), (*batch, T)):
+        raise ValueError(f"segment_ids have shape {ids.shape}, needed {(*batch, T)}")
+    ids = jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (*batch, T)).reshape(B, T)
+    other = jnp.roll(ids, -1 if reverse else 1, 1)
+    edge = jnp.arange(T) == (T - 1 if reverse else 0)
+    starts, token = (ids != other) & ~edge & (ids >= 0), ids >= 0
+
+    def real(x: jax.Array) -> jax.Array:
+        return jnp.where(token.reshape(B, T, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+    arrays = {name: x if name == "g_gamma" else real(x) for name, x in arrays.items()}
+    g = arrays.get("g", jnp.zeros((B, T, H), jnp.float32))
+    return arrays | {"g": jnp.where(starts[..., None], jnp.array(-jnp.inf, g.dtype), g)}
