@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.kernels.linear.xla_chunks import product
 
@@ -40,10 +41,13 @@ def _substituted(lower: jax.Array, size: int) -> jax.Array:
     """The inverses of the blocks on the diagonal, in place, row by row; zero elsewhere."""
     C = lower.shape[-1]
     blocks = jnp.stack([lower[..., i : i + size, i : i + size] for i in range(0, C, size)], -3)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), blocks.shape)
-    for i in range(1, size):
-        row = product("...j,...jk->...k", blocks[..., i, :i], inverse[..., :i, :])
-        inverse = inverse.at[..., i, :].add(-row)
+
+    def with_row(i: int, inverse: jax.Array) -> jax.Array:
+        return inverse.at[..., i, :].add(-product("...j,...jk->...k", blocks[..., i, :], inverse))
+
+    # as an array of each matrix, not a constant: a loop under shard_map wants what varies to begin so
+    identity = jnp.eye(size, dtype=jnp.float32) + jnp.zeros_like(blocks)
+    inverse = lax.fori_loop(1, size, with_row, identity)
     whole = jnp.zeros(lower.shape, jnp.float32)
     for n, i in enumerate(range(0, C, size)):
         whole = whole.at[..., i : i + size, i : i + size].set(inverse[..., n, :, :])
