@@ -14,7 +14,10 @@ from ejkernel.kernels.linear.delta.spec import ARRAYS, OUTPUTS, canonicalise, di
 from ejkernel.ops import Call, Operation, Splits
 from ejkernel.ops.operation import Arrays, random_arrays
 
-IMPLEMENTATIONS = {"xla": "ejkernel.kernels.linear.delta.xla"}
+IMPLEMENTATIONS = {
+    "xla": "ejkernel.kernels.linear.delta.xla",
+    "triton": "ejkernel.kernels.linear.delta.triton",
+}
 
 
 def bucket(call: Call) -> str:
@@ -78,6 +81,11 @@ def example(call: Call) -> Arrays:
     return arrays
 
 
+def of_nothing(arrays: Arrays, zeros: Arrays) -> Arrays:
+    """Without tokens states stay what they were."""
+    return {name: arrays.get("initial_state", x) if name == "state" else x for name, x in zeros.items()}
+
+
 _delta = partial(
     Operation,
     arrays=ARRAYS,
@@ -88,6 +96,7 @@ _delta = partial(
     splits=Splits(free=("B", "H", "Hk"), grouped=(("H", "Hk"),), passed_on={"T": along_length}),
     example=example,
     probes=probes,
+    of_nothing=of_nothing,
 )
 
 GATED_DELTA_RULE = _delta(name="gated_delta_rule")

@@ -60,8 +60,6 @@ def _chunked(call: Call, config: Config, arrays: Arrays) -> Arrays:
     """The outputs of a call with these arrays."""
     B, T, H, _, D, Dv, N = dimensions(call)
     start = arrays.get("initial_state", jnp.zeros((B, N, H, D, Dv), jnp.float32))
-    if T == 0:
-        return _wanted(call, arrays["value"], start)
     start = hidden_zeros(start)
     cu = arrays.get("cu_seqlens")
     layout = layout_of(T, cu, config.chunk)

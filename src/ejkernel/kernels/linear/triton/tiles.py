@@ -199,7 +199,7 @@ def load_gates(p, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, i_first):
 
 
 @triton.jit
-def _matrix_sums(b_matrix, b_gates, TERMS: tl.constexpr):
+def matrix_sums(b_matrix, b_gates, TERMS: tl.constexpr):
     """(R, BC): a matrix of small integers times gates, as exact as float32: wide gates as sums of bfloat16."""
     if TERMS == 1:
         return tl.dot(b_matrix.to(b_gates.dtype), b_gates)
@@ -224,7 +224,7 @@ def middle_sums(b_gates, n_chunk, TERMS: tl.constexpr):
     m_after = (o_l <= o_r) & (o_l >= i_middle)
     m_before = (o_l > o_r) & (o_l < i_middle)
     b_reach = tl.where(m_after, 1.0, 0.0) - tl.where(m_before, 1.0, 0.0)
-    return _matrix_sums(b_reach, b_gates, TERMS) * LOG2_E
+    return matrix_sums(b_reach, b_gates, TERMS) * LOG2_E
 
 
 @triton.jit
