@@ -44,7 +44,8 @@ def delta_gradients_kernel(
 ):
     narrow: tl.constexpr = p_q.dtype.element_ty
     EXACT: tl.constexpr = narrow == tl.float32
-    i_b, i_h, i_r, i_start, n = chunk_coordinates(p_chunks, T, C)
+    LEVELS: tl.constexpr = C.LEVELS
+    i_b, i_h, i_s, i_r, i_start, n = chunk_coordinates(p_chunks, T, C)
     if n <= 0:
         return
     o_i = tl.arange(0, C.CHUNK)
@@ -52,7 +53,10 @@ def delta_gradients_kernel(
     o_token = i_b * T + i_start + o_i
     o_q = o_token * C.HK + i_h // (C.H // C.HK)
     o_v = o_token * C.H + i_h
-    o_k = tl.arange(0, C.BK)
+    i_first = i_s * C.BK
+    o_k = i_first + tl.arange(0, C.BK)
+    # what is a sum over channels of keys is one of each split: (B, T, H, SPLITS)
+    o_split = o_v * C.SPLITS + i_s
     i_chunk = (i_b * C.ROWS + i_r) * C.H + i_h
     p_states += i_chunk * C.K * C.V
     p_dstates += i_chunk * C.K * C.V
@@ -61,13 +65,13 @@ def delta_gradients_kernel(
         b_beta = tl.load(p_beta + o_v, mask=m_i, other=0.0).to(tl.float32)
 
     # of scores (CHUNK, CHUNK), of what meets the state (CHUNK, BK), and of the state's own decay
-    b_ds = tl.zeros([C.CHUNK, C.CHUNK], tl.float32)
-    b_dl = tl.zeros([C.CHUNK, C.CHUNK], tl.float32)
-    b_dq = tl.zeros([C.CHUNK, C.BK], tl.float32)
-    b_dp = tl.zeros([C.CHUNK, C.BK], tl.float32)
-    b_dk = tl.zeros([C.CHUNK, C.BK], tl.float32)
-    b_kept = tl.zeros([C.BK], tl.float32)
-    b_dbeta = tl.zeros([C.CHUNK], tl.float32)
+    b_ds = tl.full([C.CHUNK, C.CHUNK], 0.0, tl.float32)
+    b_dl = tl.full([C.CHUNK, C.CHUNK], 0.0, tl.float32)
+    b_dq = tl.full([C.CHUNK, C.BK], 0.0, tl.float32)
+    b_dp = tl.full([C.CHUNK, C.BK], 0.0, tl.float32)
+    b_dk = tl.full([C.CHUNK, C.BK], 0.0, tl.float32)
+    b_kept = tl.full([C.BK], 0.0, tl.float32)
+    b_dbeta = tl.full([C.CHUNK], 0.0, tl.float32)
     for i_v in range(0, C.V, C.BV):
         o_c = i_v + tl.arange(0, C.BV)
         o_state = o_k[:, None] * C.V + o_c[None, :]
@@ -77,31 +81,32 @@ def delta_gradients_kernel(
         b_do = load_tile(p_dout, o_v * C.V, m_i, C.V, C.BV, i_v)
         b_d = load_tile(p_written, o_v * C.V, m_i, C.V, C.BV, i_v)
         b_dr = load_tile(p_drest, o_v * C.V, m_i, C.V, C.BV, i_v)
-        b_v = load_tile(p_v, o_v * C.V, m_i, C.V, C.BV, i_v).to(tl.float32)
         b_ds = wide_dot(b_do, tl.trans(b_d), b_ds, narrow, C)
         b_dl = wide_dot(b_dr, tl.trans(b_d), b_dl, narrow, C)
         b_dq = wide_dot(b_do, tl.trans(b_h), b_dq, narrow, C)
         b_dp = wide_dot(b_dr, tl.trans(b_h), b_dp, narrow, C)
         b_dk = wide_dot(b_d, tl.trans(b_dh), b_dk, narrow, C)
         b_kept += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
-        b_dr = b_dr.to(tl.float32)
-        if C.HAS_WRITE:
-            b_w = load_tile(p_write, o_v * C.V, m_i, C.V, C.BV, i_v).to(tl.float32)
-            store_tile(p_dv, b_dr * b_w, o_v * C.V, m_i, C.V, C.BV, i_v)
-            store_tile(p_dwrite, b_dr * b_v, o_v * C.V, m_i, C.V, C.BV, i_v)
-        else:
-            store_tile(p_dv, b_dr * b_beta[:, None], o_v * C.V, m_i, C.V, C.BV, i_v)
-            b_dbeta += tl.sum(b_dr * b_v, 1)
+        if i_s == 0:
+            b_v = load_tile(p_v, o_v * C.V, m_i, C.V, C.BV, i_v).to(tl.float32)
+            b_rest = b_dr.to(tl.float32)
+            if C.HAS_WRITE:
+                b_w = load_tile(p_write, o_v * C.V, m_i, C.V, C.BV, i_v).to(tl.float32)
+                store_tile(p_dv, b_rest * b_w, o_v * C.V, m_i, C.V, C.BV, i_v)
+                store_tile(p_dwrite, b_rest * b_v, o_v * C.V, m_i, C.V, C.BV, i_v)
+            else:
+                store_tile(p_dv, b_rest * b_beta[:, None], o_v * C.V, m_i, C.V, C.BV, i_v)
+                b_dbeta += tl.sum(b_rest * b_v, 1)
     b_ds = tl.where(o_i[:, None] >= o_i[None, :], b_ds * scale, 0.0)
     b_dl = tl.where(o_i[:, None] > o_i[None, :], -b_dl, 0.0)
     b_dq *= scale
     b_dp = -b_dp
 
-    b_q = load_tile(p_q, o_q * C.K, m_i, C.K, C.BK)
-    b_k = load_tile(p_k, o_q * C.K, m_i, C.K, C.BK)
+    b_q = load_tile(p_q, o_q * C.K, m_i, C.K, C.BK, i_first)
+    b_k = load_tile(p_k, o_q * C.K, m_i, C.K, C.BK, i_first)
     b_p = b_k.to(tl.float32)
     if C.HAS_ERASE:
-        b_p = load_tile(p_erase, o_v * C.K, m_i, C.K, C.BK).to(tl.float32)
+        b_p = load_tile(p_erase, o_v * C.K, m_i, C.K, C.BK, i_first).to(tl.float32)
     else:
         b_p *= b_beta[:, None]
     b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), 1)
@@ -117,7 +122,7 @@ def delta_gradients_kernel(
         b_dk *= decay_power(b_all - b_upto, b_all_rest - b_upto_rest, unit, EXACT, C)[:, None]
         b_kept *= decay_power(b_all, b_all_rest, unit, EXACT, C)
     if C.HAS_GK:
-        b_gates = load_channel_decays(p_gk, o_v, m_i, 0, C.BK, C)
+        b_gates = load_channel_decays(p_gk, o_v, m_i, i_first, C.BK, C)
         b_start = to_start_power(b_gates, C.TERMS)
         b_dq *= b_start
         b_dp *= b_start
@@ -126,7 +131,7 @@ def delta_gradients_kernel(
     # (BK): what the last token's decay gets from all that reaches the end of the chunk
     b_last = b_kept + tl.sum(b_k * b_dk, 0)
     if C.HAS_GK:
-        for level in tl.static_range(C.LEVELS):
+        for level in tl.static_range(LEVELS):
             m_pairs, b_x, b_y = level_factors(b_gates, C.CHUNK // 2 ** (level + 1), C.TERMS)
             b_pairs = tl.where(m_pairs, b_ds, 0.0)
             b_pairs_l = tl.where(m_pairs, b_dl, 0.0)
@@ -145,17 +150,17 @@ def delta_gradients_kernel(
         b_dgates = b_q * b_dq + b_p * b_dp - b_k * b_dk
         b_dgates += tl.where((o_i == n - 1)[:, None], b_last[None, :], 0.0)
         if C.HAS_G:
-            tl.store(p_dg + o_v, tl.cumsum(tl.sum(b_dgates, 1), 0, reverse=True), mask=m_i)
+            tl.store(p_dg + o_split, tl.cumsum(tl.sum(b_dgates, 1), 0, reverse=True), mask=m_i)
         if C.HAS_GK:
-            store_tile(p_dgk, tl.cumsum(b_dgates, 0, reverse=True), o_v * C.K, m_i, C.K, C.BK)
+            store_tile(p_dgk, tl.cumsum(b_dgates, 0, reverse=True), o_v * C.K, m_i, C.K, C.BK, i_first)
     b_dq += b_diagonal[:, None] * b_k
     b_dk += b_diagonal[:, None] * b_q
     if C.HAS_ERASE:
-        store_tile(p_derase, b_dp, o_v * C.K, m_i, C.K, C.BK)
+        store_tile(p_derase, b_dp, o_v * C.K, m_i, C.K, C.BK, i_first)
     else:
         b_dbeta += tl.sum(b_dp * b_k, 1)
         b_dk += b_dp * b_beta[:, None]
     if C.HAS_BETA:
-        tl.store(p_dbeta + o_v, b_dbeta.to(p_dbeta.dtype.element_ty), mask=m_i)
-    store_tile(p_dq, b_dq, o_v * C.K, m_i, C.K, C.BK)
-    store_tile(p_dk, b_dk, o_v * C.K, m_i, C.K, C.BK)
+        tl.store(p_dbeta + o_split, b_dbeta, mask=m_i)
+    store_tile(p_dq, b_dq, o_v * C.K, m_i, C.K, C.BK, i_first)
+    store_tile(p_dk, b_dk, o_v * C.K, m_i, C.K, C.BK, i_first)

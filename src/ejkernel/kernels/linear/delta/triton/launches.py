@@ -130,17 +130,22 @@ class Launches:
         """Of all arrays of tokens."""
         call, (B, T, H, Hk, D, _, _) = self.call, dimensions(self.call)
         of_keys = _struct((B, T, H, D), True, call["query"].dtype if Hk == H else jnp.float32)
-        names = ("g", "gk", "beta", "erase_key", "write_gate")
+        block_k = min(64, self.constants.BK)
+        constants = replace(self.constants, BK=block_k, SPLITS=ceil_div(D, block_k), BV=min(self.constants.BV, 32))
+        summed = (B, T, H, constants.SPLITS)
+        wanted = {"g": summed, "gk": (B, T, H, D), "beta": summed, "erase_key": (B, T, H, D)}
+        wanted["write_gate"] = call["value"].shape
         shapes = [of_keys, of_keys, self._of_values(True, call["value"].dtype)]
-        shapes += [_struct(call[name].shape if name in call else (1,), name in call) for name in names]
+        shapes += [_struct(shape, name in call) for name, shape in wanted.items()]
         values = {"p_q": call["query"], "p_k": call["key"], "p_erase": call.get("erase_key"), "p_dout": dout}
         values |= {"p_written": written, "p_drest": drest, "p_states": states, "p_dstates": dstates}
-        constants = replace(self.constants, BV=min(self.constants.BV, 32))
         dq, dk, dv, *others = self._by_chunk(delta_gradients_kernel, constants, shapes, values)
         if Hk != H:
             dq, dk = (x.reshape(B, T, Hk, H // Hk, D).sum(3) for x in (dq, dk))
-        given = {"query": dq, "key": dk, "value": dv} | dict(zip(names, others, strict=True))
-        return {name: x.astype(call[name].dtype) for name, x in given.items() if name in call}
+        given = {"query": dq, "key": dk, "value": dv} | dict(zip(wanted, others, strict=True))
+        given = {name: x for name, x in given.items() if name in call}
+        given |= {name: given[name].sum(3) for name in ("g", "beta") if name in call}
+        return {name: x.astype(call[name].dtype) for name, x in given.items()}
 
     @property
     def _operand_dtype(self) -> Any:
@@ -173,7 +178,7 @@ class Launches:
         return values | {"p_keep": prepared.keep, "p_inverse": prepared.inverse, "p_scores": prepared.scores}
 
     def _by_chunk(self, kernel: Any, constants: Constants, shapes: Any, values: dict[str, Any]) -> Any:
-        programs = self.call["query"].shape[0] * constants.ROWS * constants.H
+        programs = self.call["query"].shape[0] * constants.ROWS * constants.H * constants.SPLITS
         return self._run(kernel, constants, shapes, values, programs, self.config.chunk_warps, 1)
 
     def _by_sequence(self, kernel: Any, constants: Constants, shapes: Any, values: dict[str, Any]) -> Any:

@@ -39,7 +39,10 @@ def delta_prepare_kernel(
 ):
     narrow: tl.constexpr = p_q.dtype.element_ty
     EXACT: tl.constexpr = narrow == tl.float32
-    i_b, i_h, i_r, i_start, n = chunk_coordinates(p_chunks, T, C)
+    K: tl.constexpr = C.K
+    BK: tl.constexpr = C.BK
+    LEVELS: tl.constexpr = C.LEVELS
+    i_b, i_h, _, i_r, i_start, n = chunk_coordinates(p_chunks, T, C)
     o_i = tl.arange(0, C.CHUNK)
     m_i = o_i < n
     o_token = i_b * T + i_start + o_i
@@ -55,10 +58,10 @@ def delta_prepare_kernel(
         b_upto_power = decay_power(b_upto, b_upto_rest, unit, EXACT, C)
         b_end_power = decay_power(b_all - b_upto, b_all_rest - b_upto_rest, unit, EXACT, C)
     # (CHUNK, CHUNK): products of earlier keys with erase keys, and with queries
-    b_l = tl.zeros([C.CHUNK, C.CHUNK], tl.float32)
-    b_s = tl.zeros([C.CHUNK, C.CHUNK], tl.float32)
-    b_diagonal = tl.zeros([C.CHUNK], tl.float32)
-    for i_k in tl.static_range(0, C.K, C.BK):
+    b_l = tl.full([C.CHUNK, C.CHUNK], 0.0, tl.float32)
+    b_s = tl.full([C.CHUNK, C.CHUNK], 0.0, tl.float32)
+    b_diagonal = tl.full([C.CHUNK], 0.0, tl.float32)
+    for i_k in tl.static_range(0, K, BK):
         b_q = load_tile(p_q, o_q * C.K, m_i, C.K, C.BK, i_k)
         b_k = load_tile(p_k, o_q * C.K, m_i, C.K, C.BK, i_k)
         b_p = b_k
@@ -78,7 +81,7 @@ def delta_prepare_kernel(
             b_keep = tl.sum(tl.where(o_i[:, None] == C.CHUNK - 1, b_start * b_upto_power[:, None], 0.0), 0)
             tl.store(p_keep + ((i_b * C.ROWS + i_r) * C.H + i_h) * C.K + o_k, b_keep, mask=o_k < C.K)
             b_diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            for level in tl.static_range(C.LEVELS):
+            for level in tl.static_range(LEVELS):
                 m_pairs, b_x, b_y = level_factors(b_gates, C.CHUNK // 2 ** (level + 1), C.TERMS)
                 b_key = tl.trans(b_k * b_y)
                 b_s += tl.where(m_pairs, wide_dot(b_q * b_x, b_key, None, narrow, C), 0.0)

@@ -45,7 +45,7 @@ def delta_forward_kernel(
     m_state = (o_k < C.K)[:, None] & (o_c < C.V)[None, :]
     i_state = ((i_b * C.SEQUENCES + i_n) * C.H + i_h) * C.K * C.V
     # [BK, BV]
-    b_h = tl.zeros([C.BK, C.BV], tl.float32)
+    b_h = tl.full([C.BK, C.BV], 0.0, tl.float32)
     if C.HAS_START:
         b_h = tl.load(p_start + i_state + o_state, mask=m_state, other=0.0)
     for i in tl.range(0, n, C.CHUNK, num_stages=C.STAGES):
@@ -130,7 +130,7 @@ def delta_backward_kernel(
     m_state = (o_k < C.K)[:, None] & (o_c < C.V)[None, :]
     i_state = ((i_b * C.SEQUENCES + i_n) * C.H + i_h) * C.K * C.V
     # [BK, BV]
-    b_dh = tl.zeros([C.BK, C.BV], tl.float32)
+    b_dh = tl.full([C.BK, C.BV], 0.0, tl.float32)
     if C.HAS_DSTATE:
         b_dh = tl.load(p_dstate + i_state + o_state, mask=m_state, other=0.0)
     n_chunks = tl.cdiv(n, C.CHUNK)
@@ -188,7 +188,7 @@ def delta_token_kernel(
     o_state = ((i_b * C.SEQUENCES + i_n) * C.H + i_h) * C.K * C.V + o_k[:, None] * C.V + o_c[None, :]
     m_state = m_k[:, None] & m_v[None, :]
     # [BK, BV]
-    b_h = tl.zeros([C.BK, C.BV], tl.float32)
+    b_h = tl.full([C.BK, C.BV], 0.0, tl.float32)
     if C.HAS_START:
         b_h = tl.load(p_start + o_state, mask=m_state, other=0.0)
     for i in range(n):

@@ -26,6 +26,7 @@ class Constants:
         BK, BV: those of a tile, powers of two.
         CHUNK: tokens of a tile.
         ROWS: chunks of a row of the batch.
+        SPLITS: programs of a chunk, which share its channels of keys.
         SEQUENCES: packed ones, or 1.
         PACKED, TABLE_BATCHED: whether sequences are packed, and whether every row of the batch is otherwise.
         HAS_G, ..., HAS_START, HAS_DSTATE: which arrays there are.
@@ -43,6 +44,7 @@ class Constants:
     BV: int
     CHUNK: int
     ROWS: int
+    SPLITS: int = 1
     SEQUENCES: int = 1
     PACKED: bool = False
     TABLE_BATCHED: bool = False
@@ -82,11 +84,12 @@ class Constants:
 
 @triton.jit
 def chunk_coordinates(p_chunks, T, C: tl.constexpr):
-    """Of a program of one chunk: batch, head, its number in the row; its first token, and how many it has."""
+    """Of a program of a chunk: batch, head, which split it is, the chunk; its first token, and how many it has."""
     i = tl.program_id(0)
-    i_h = i % C.H
-    i_r = (i // C.H) % C.ROWS
-    i_b = (i // (C.H * C.ROWS)).to(tl.int64)
+    i_s = i % C.SPLITS
+    i_h = (i // C.SPLITS) % C.H
+    i_r = (i // (C.SPLITS * C.H)) % C.ROWS
+    i_b = (i // (C.SPLITS * C.H * C.ROWS)).to(tl.int64)
     if C.PACKED:
         p_chunk = p_chunks + (i_b * C.TABLE_BATCHED * C.ROWS + i_r) * 2
         i_start = tl.load(p_chunk)
@@ -94,7 +97,7 @@ def chunk_coordinates(p_chunks, T, C: tl.constexpr):
     else:
         i_start = i_r * C.CHUNK
         i_end = tl.minimum(i_start + C.CHUNK, T)
-    return i_b, i_h, i_r, i_start, i_end - i_start
+    return i_b, i_h, i_s, i_r, i_start, i_end - i_start
 
 
 @triton.jit
@@ -121,12 +124,13 @@ def sequence_coordinates(p_sequences, T, C: tl.constexpr):
 def unit_lower_inverse(b_l, C: tl.constexpr):
     """(I + L)^-1 of a strictly lower triangular (CHUNK, CHUNK): by rows in blocks of 16, which products merge."""
     BLOCKS: tl.constexpr = C.CHUNK // _BLOCK
+    MERGES: tl.constexpr = C.MERGES
     o_n = tl.arange(0, BLOCKS)
     o_r = tl.arange(0, _BLOCK)
     m_diagonal = (o_n[:, None] == o_n[None, :])[:, None, :, None]
     # (BLOCKS, 16, 16)
     b_blocks = tl.sum(tl.where(m_diagonal, tl.reshape(b_l, (BLOCKS, _BLOCK, BLOCKS, _BLOCK)), 0.0), 2)
-    b_x = tl.where((o_r[:, None] == o_r[None, :])[None], 1.0, tl.zeros((BLOCKS, _BLOCK, _BLOCK), tl.float32))
+    b_x = tl.where((o_r[:, None] == o_r[None, :])[None], 1.0, tl.full((BLOCKS, _BLOCK, _BLOCK), 0.0, tl.float32))
     for r in range(1, _BLOCK):
         m_row = (o_r == r)[None, :, None]
         b_row = tl.sum(tl.where(m_row, b_blocks, 0.0), 1)
@@ -134,12 +138,12 @@ def unit_lower_inverse(b_l, C: tl.constexpr):
         b_x = tl.where(m_row, b_x - b_known[:, None, :], b_x)
     b_x = tl.reshape(tl.where(m_diagonal, b_x[:, :, None, :], 0.0), (C.CHUNK, C.CHUNK))
     o_i = tl.arange(0, C.CHUNK)
-    for level in tl.static_range(C.MERGES):
+    for level in tl.static_range(MERGES):
         # [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]
         o_block = o_i // (_BLOCK * 2**level)
         m_below = (o_block[:, None] == o_block[None, :] + 1) & (o_block % 2 == 1)[:, None]
-        b_y = tl.dot(tl.where(m_below, b_l, 0.0), b_x, input_precision="tf32x3")
-        b_x -= tl.dot(b_x, b_y, input_precision="tf32x3")
+        b_y = tl.dot(tl.where(m_below, b_l, 0.0), b_x, input_precision=C.PRECISION)
+        b_x -= tl.dot(b_x, b_y, input_precision=C.PRECISION)
     return b_x
 
 
