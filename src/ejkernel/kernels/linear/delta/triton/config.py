@@ -29,7 +29,7 @@ class Config:
     block_v: int = 32
     num_warps: int = 4
     num_stages: int = 2
-    chunk_warps: int = 4
+    chunk_warps: int = 8
 
     def __post_init__(self) -> None:
         config_ints(self, ("chunk", "block_v", "num_warps", "chunk_warps"), power_of_two=True)
@@ -52,7 +52,7 @@ def default_config(call: Call) -> Config:
         return Config(chunk=1, block_v=16 if dims.D > 64 else 32)
     large, float32 = dims.D > 128, call["query"].dtype == jnp.float32
     chunk = 64 if not large and not float32 else 32 if not (large and float32) else 16
-    return Config(chunk, min(32 if large or float32 else 64, power_of_two(dims.Dv, 16)), 4, 1 if large else 2, 4)
+    return Config(chunk, min(32 if large or float32 else 64, power_of_two(dims.Dv, 16)), 4, 1 if large else 2)
 
 
 def search_space(call: Call) -> list[Config]:

@@ -96,7 +96,7 @@ class Launches:
         pairs, channels = (B, T, H, self.config.chunk), (B, T, H, D)
         shapes = [_struct(pairs, True, dtype), _struct(pairs, True, dtype)]
         shapes += 3 * [_struct(channels, per_channel, dtype)] + [_struct((B, self.constants.ROWS, H, D), per_channel)]
-        constants = replace(self.constants, BK=min(64, self.constants.BK))
+        constants = replace(self.constants, BK=min(32 if per_channel else 64, self.constants.BK))
         values = {"p_q": self.call["query"], "p_k": self.call["key"], "p_erase": self.call.get("erase_key")}
         results = self._by_chunk(delta_prepare_kernel, constants, shapes, values)
         return Prepared(*results[:2], *(x if per_channel else None for x in results[2:]))
@@ -130,7 +130,7 @@ class Launches:
         """Of all arrays of tokens."""
         call, (B, T, H, Hk, D, _, _) = self.call, dimensions(self.call)
         of_keys = _struct((B, T, H, D), True, call["query"].dtype if Hk == H else jnp.float32)
-        block_k = min(64, self.constants.BK)
+        block_k = min(32 if "gk" in call else 64, self.constants.BK)
         constants = replace(self.constants, BK=block_k, SPLITS=ceil_div(D, block_k), BV=min(self.constants.BV, 32))
         summed = (B, T, H, constants.SPLITS)
         wanted = {"g": summed, "gk": (B, T, H, D), "beta": summed, "erase_key": (B, T, H, D)}

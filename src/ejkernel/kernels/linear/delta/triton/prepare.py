@@ -39,8 +39,6 @@ def delta_prepare_kernel(
 ):
     narrow: tl.constexpr = p_q.dtype.element_ty
     EXACT: tl.constexpr = narrow == tl.float32
-    K: tl.constexpr = C.K
-    BK: tl.constexpr = C.BK
     LEVELS: tl.constexpr = C.LEVELS
     i_b, i_h, _, i_r, i_start, n = chunk_coordinates(p_chunks, T, C)
     o_i = tl.arange(0, C.CHUNK)
@@ -61,7 +59,7 @@ def delta_prepare_kernel(
     b_l = tl.full([C.CHUNK, C.CHUNK], 0.0, tl.float32)
     b_s = tl.full([C.CHUNK, C.CHUNK], 0.0, tl.float32)
     b_diagonal = tl.full([C.CHUNK], 0.0, tl.float32)
-    for i_k in tl.static_range(0, K, BK):
+    for i_k in range(0, C.K, C.BK):
         b_q = load_tile(p_q, o_q * C.K, m_i, C.K, C.BK, i_k)
         b_k = load_tile(p_k, o_q * C.K, m_i, C.K, C.BK, i_k)
         b_p = b_k
