@@ -50,6 +50,8 @@ TOKENS = {"key": (3, Hkv, D), "value": (3, Hkv, D), "slots": np.array([5, -1, 0]
 LINEAR = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, Hkv)}
 DECAYS = {"g": (B, T, H), "gv": (B, T, H, Hkv)}
 STATES = {"initial_state": (len(CU) - 1, H, D, Hkv), "g_gamma": -np.ones(H, np.float32), "cu_seqlens": CU}
+DELTA = {"query": (B, T, Hkv, D), "key": (B, T, Hkv, D), "value": (B, T, H, D), "g": (B, T, H), "beta": (B, T, H)}
+DELTA_STATES = {"initial_state": (len(CU) - 1, H, D, D), "erase_key": (B, T, H, D), "cu_seqlens": CU}
 GATES = dict.fromkeys(("g_cmp", "g_slc", "g_swa"), (B, T, H))
 PACKED_SPARSE = ATTENTION | {"g_slc": (B, T, H), "cu_seqlens": CU}
 NATIVE = {"block_size": 1, "block_counts": 4, "window_size": 2}
@@ -157,6 +159,9 @@ SAMPLES = {
     "recurrent": trained(modules.recurrent_attention, LINEAR | DECAYS, reverse=True),
     "gla": trained(modules.gla_attention, LINEAR | {"g": (B, T, H, D)}, return_state=True),
     "lightning": trained(modules.lightning_attention, LINEAR, layer_idx=1, num_layers=3),
+    "delta": trained(modules.gated_delta_rule, DELTA | {"segment_ids": IDS}),
+    "packed-delta": trained(modules.gated_delta_rule, DELTA | DELTA_STATES, return_state=True, qk_norm=True),
+    "kimi": trained(modules.kimi_delta_attention, DELTA | {"g": (B, T, H, D)}, return_state=True),
     "ring": trained(modules.ring_attention, ATTENTION, causal=True, mesh=_mesh),
     "zigzag": served(modules.to_zigzag, {"x": (B, T, H)}, devices=3),
     "zigzag-back": served(modules.from_zigzag, {"x": (B, T, H)}, devices=1),

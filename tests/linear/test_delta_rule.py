@@ -12,7 +12,7 @@ from ejkernel.kernels.linear.delta.inverse import unit_lower_inverse
 from ejkernel.kernels.linear.delta.reference import reference
 from ejkernel.kernels.linear.delta.spec import canonicalise
 from ejkernel.modules import gated_delta_rule, kimi_delta_attention, recurrent_attention
-from harness import by_case, evaluate, normal
+from harness import Arrays, by_case, evaluate, normal
 from harness.delta import CASES, CORE, CORE_IDS, SEGMENTS, Case, check_case
 from harness.linear import named
 from tolerances import assert_close, wide
@@ -69,7 +69,7 @@ def test_without_erasing_it_is_linear_attention():
 def test_a_repeated_key_holds_the_last_value():
     k = jnp.ones((1, 5, 1, 1))
     v = normal("value", (1, 5, 1, 3))
-    np.testing.assert_allclose(gated_delta_rule(k, k, v), v, rtol=1e-6)
+    np.testing.assert_allclose(attend({"query": k, "key": k, "value": v})["out"], v, rtol=1e-6)
 
 
 @pytest.mark.parametrize("g", [None, "token", "channel"])
@@ -120,11 +120,12 @@ def test_segments_are_separate_rows(function):
 
 
 def test_segments_run_backwards_too():
-    given = Case("", ids=SEGMENTS, state=False, beta=None).arrays()
-    ids = Case("", ids=SEGMENTS).segment_ids()
+    case = Case("", ids=SEGMENTS, state=False, beta=None)
+    given, ids = case.arrays(), case.segment_ids()
     flipped = {name: x[:, ::-1] for name, x in given.items()}
-    out = recurrent_attention(**given, segment_ids=ids, reverse=True)
-    assert_close({"out": out[:, ::-1]}, {"out": recurrent_attention(**flipped, segment_ids=ids[:, ::-1])})
+    results = named(recurrent_attention(**given, segment_ids=ids, reverse=True))
+    expected = named(recurrent_attention(**flipped, segment_ids=ids[:, ::-1]))
+    assert_close({"out": results["out"][:, ::-1]}, expected)
 
 
 def bad_matrix(name, rng, C=64):
@@ -163,7 +164,7 @@ def test_long_sequences_do_not_drift(beta):
 def test_kimi_is_the_rule_with_decays_of_channels():
     given = Case("", g="channel", T=20).arrays()
     state = given.pop("initial_state")
-    results = kimi_delta_attention(*given.values(), state, return_state=True)
+    results = kimi_delta_attention(**given, initial_state=state, return_state=True)
     assert_close(named(results), attend(given | {"initial_state": state}))
 
 
@@ -175,13 +176,13 @@ def test_normalised_queries_and_keys():
         np.testing.assert_allclose(results[name], expected[name], rtol=2e-4, atol=2e-4)
 
 
-def test_vmap_and_scan():
+def test_vmap():
     case = Case("", T=20, state=False, final=False)
     given = case.arrays()
     many = {name: jnp.stack([x, 0.5 * x]) for name, x in given.items()}
-    results = jax.vmap(lambda x: gated_delta_rule(**x))(many)
-    each = [gated_delta_rule(**{name: x[i] for name, x in many.items()}) for i in (0, 1)]
-    assert_close({"out": results}, {"out": jnp.stack(each)})
+    results = jax.vmap(attend)(many)
+    each = [attend({name: x[i] for name, x in many.items()}) for i in (0, 1)]
+    assert_close(results, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
 BAD = {
@@ -204,6 +205,7 @@ BAD = {
 def test_bad_input(name):
     changed, message = BAD[name]
     given = dict.fromkeys(("query", "key", "value"), (1, 6, 2, 4)) | changed
+    arrays: Arrays = {n: normal(n, x) if isinstance(x, tuple) else x for n, x in given.items()}
     with pytest.raises(ValueError) as raised:
-        gated_delta_rule(**{n: normal(n, x) if isinstance(x, tuple) else x for n, x in given.items()})
+        gated_delta_rule(**arrays)
     assert message in str(raised.value)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.family import Arrays, Check
+from ejkernel.kernels.linear.delta.reference import reference as delta_reference
 from ejkernel.kernels.linear.reference import reference
 from ejkernel.ops import Call
 
@@ -15,33 +16,45 @@ GATES = ("g", "g_gamma", "gk", "gv")
 
 
 class _Decaying(Check):
-    """A check whose log decays are negative."""
+    """A check whose log decays are negative, and of the delta rule keys of length 1 and betas between 0 and 1."""
 
     def arrays(self) -> Arrays:
         drawn = super().arrays()
         # by numpy: JAX would compile a program for each shape
-        return drawn | {name: jnp.asarray(-abs(np.asarray(drawn[name])) / 8) for name in drawn if name in GATES}
+        host = {name: np.asarray(x, np.float32) for name, x in drawn.items()}
+        changed = {name: -abs(host[name]) / 8 for name in drawn if name in GATES}
+        if "beta" in drawn:
+            changed["beta"] = 1 / (1 + np.exp(-host["beta"]))
+            changed["key"] = host["key"] / np.linalg.norm(host["key"], axis=-1, keepdims=True)
+        return drawn | {name: jnp.asarray(x, drawn[name].dtype) for name, x in changed.items()}
 
 
-def _defined(call: Call, dtype: Any) -> tuple[jax.Array, ...]:
+def _delta_defined(call: Call, dtype: Any) -> tuple[jax.Array, ...]:
+    return _defined(call, dtype, delta_reference)
+
+
+def _defined(call: Call, dtype: Any, definition: Any = reference) -> tuple[jax.Array, ...]:
     """As many outputs as the public function has, in its shapes."""
-    results = reference(call, dtype)
+    results = definition(call, dtype)
     state = results["state"][0] if "cu_seqlens" in call else results["state"][:, 0]
     return (results["out"], state) if call.spec.with_state else (results["out"],)
 
 
 def check(name: str, operation: str, dims: str, dtype: str, *gates: str, fixed: Any = (), **static: Any) -> Check:
     """A check from sizes such as "B2 T130 H4 D64"; with a number N of states if one is returned."""
-    size = {word.rstrip("0123456789"): int(word.lstrip("BTHDvN")) for word in dims.split()}
+    size = {word.rstrip("0123456789"): int(word.lstrip("BTHkDvN")) for word in dims.split()}
     B, T, H, D = (size[letter] for letter in "BTHD")
     Dv, N = size.get("Dv", D), size.get("N", B)
     shapes = {"g": (B, T, H), "gk": (B, T, H, D), "gv": (B, T, H, Dv)}
-    if operation == "gla_attention":
+    if operation in ("gla_attention", "kimi_delta_attention"):
         shapes["g"] = (B, T, H, D)
-    trained = {"query": (B, T, H, D), "key": (B, T, H, D), "value": (B, T, H, Dv)}
+    shapes["beta"] = (B, T, H)
+    Hk = size.get("Hk", H)
+    trained = {"query": (B, T, Hk, D), "key": (B, T, Hk, D), "value": (B, T, H, Dv)}
     trained |= {gate: shapes[gate] for gate in gates}
     trained |= {"initial_state": (N, H, D, Dv)} if static.get("return_state") else {}
-    return _Decaying(name, operation, _defined, dtype, trained, dict(fixed), static)
+    defined = _delta_defined if "beta" in gates else _defined
+    return _Decaying(name, operation, defined, dtype, trained, dict(fixed), static)
 
 
 def checks() -> list[Check]:
@@ -59,6 +72,13 @@ def checks() -> list[Check]:
         ),
         check("per channel", "gla_attention", "B1 T70 H2 D64", "bfloat16", "g"),
         check("layer 2 of 12", "lightning_attention", "B1 T70 H2 D64", "bfloat16", **layer),
+        check("shared keys", "gated_delta_rule", "B1 T70 H4 Hk2 D64", "bfloat16", "g", "beta", return_state=True),
+        check("packed, D96 x 192", "gated_delta_rule", "B1 T90 H2 D96 Dv192 N4", "float32", "g", "beta", fixed=ends),
+        check("per channel", "kimi_delta_attention", "B1 T70 H2 D64", "bfloat16", "g", "beta"),
+        replace(
+            check("a decode step", "gated_delta_rule", "B4 T1 H2 D64", "bfloat16", "g", "beta", return_state=True),
+            differentiable=False,
+        ),
         replace(
             check("a decode step", "lightning_attention", "B4 T1 H2 D64", "bfloat16", return_state=True, **layer),
             differentiable=False,

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 
 from ejkernel.family import Dtype, Family, Option, PublicFunction, Roofline, Size, TypicalCall, check_documents, struct
 from ejkernel.kernels.linear.checks import GATES, checks
+from ejkernel.kernels.linear.delta.spec import canonicalise as delta_call
+from ejkernel.kernels.linear.delta.spec import kimi_call
 from ejkernel.kernels.linear.spec import canonicalise, gla_call, lightning_call
+
+DELTA_RULES = ("gated_delta_rule", "kimi_delta_attention")
 
 
 def arguments(
@@ -17,6 +21,9 @@ def arguments(
     batch: Size = 1,
     length: Size = 1024,
     heads: Size = 8,
+    key_heads: Annotated[
+        int | None, Option("Of the delta rule, heads of queries and keys; default: as many.", least=1)
+    ] = None,
     dim: Annotated[int, Option("Head dimension of queries and keys.", least=1)] = 64,
     value_dim: Annotated[int | None, Option("Head dimension of values; default: of keys.", least=1)] = None,
     dtype: Dtype = "bfloat16",
@@ -31,6 +38,13 @@ def arguments(
         raise ValueError(f"documents are packed into one row; the batch is {B}")
     if documents is not None:
         check_documents(documents, T)
+    if operation in DELTA_RULES:
+        if reverse:
+            raise ValueError(f"{operation} runs from the first token to the last")
+        decays = decays or ("gk" if operation == "kimi_delta_attention" else "g")
+        return _delta_rule(B, T, H, key_heads or H, D, Dv, dtype, documents, decays, state)
+    if key_heads not in (None, H):
+        raise ValueError(f"{operation} has as many heads of keys as of values, {H}")
     shapes = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, Dv)}
     if operation == "gla_attention":
         shapes["g"] = (B, T, H, D)
@@ -46,6 +60,25 @@ def arguments(
         "return_state": state or None,
         "reverse": reverse or None,
         **layer,
+    }
+
+
+def _delta_rule(
+    B: int, T: int, H: int, Hk: int, D: int, Dv: int, dtype: str, documents: int | None, decays: str, state: bool
+) -> dict[str, Any]:
+    shapes = {"g": (B, T, H), "gk": (B, T, H, D), "none": None}
+    if decays not in shapes:
+        raise ValueError(f"decays {decays} are unknown; the delta rule has {', '.join(shapes)}")
+    shape = shapes[decays]
+    return {
+        "query": struct(dtype, B, T, Hk, D),
+        "key": struct(dtype, B, T, Hk, D),
+        "value": struct(dtype, B, T, H, Dv),
+        "g": None if shape is None else struct("float32", *shape),
+        "beta": struct(dtype, B, T, H),
+        "initial_state": struct("float32", documents or B, H, D, Dv) if state else None,
+        "cu_seqlens": None if documents is None else jax.ShapeDtypeStruct((documents + 1,), jnp.int32),
+        "return_state": state or None,
     }
 
 
@@ -69,8 +102,10 @@ def typical_calls(backend: str, quick: bool) -> list[TypicalCall]:
     else:
         sizes = {"heads": 16, "dim": 128}
         rows, sequences = [(8, 2048)] if quick else [(8, 2048), (1, 16384)], 64
-    lightning, gla = (partial(call, name, more=sizes) for name in ("lightning_attention", "gla_attention"))
-    calls = [make(*row) for row in rows for make in (lightning, gla)] + [lightning(sequences, 1, state=True)]
+    names = ("lightning_attention", "gla_attention", *DELTA_RULES)
+    lightning, gla, delta, kimi = (partial(call, name, more=sizes) for name in names)
+    calls = [make(*row) for row in rows for make in (lightning, gla, delta, kimi)]
+    calls += [make(sequences, 1, state=True) for make in (lightning, delta)]
     if backend == "cpu":
         return [*calls, lightning(1, length, documents=16)]
     return calls if quick else [*calls, lightning(1, 65536), lightning(1, 16384, documents=16)]
@@ -89,6 +124,8 @@ FAMILY = Family(
         "recurrent_attention": PublicFunction("ejkernel.modules", canonicalise),
         "gla_attention": PublicFunction("ejkernel.modules", gla_call),
         "lightning_attention": PublicFunction("ejkernel.modules", lightning_call),
+        "gated_delta_rule": PublicFunction("ejkernel.modules", delta_call),
+        "kimi_delta_attention": PublicFunction("ejkernel.modules", kimi_call),
     },
     arguments=arguments,
     checks=checks,

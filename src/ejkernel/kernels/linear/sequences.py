@@ -1,12 +1,15 @@
 """Several sequences in a row: by cumulative lengths with a state each, or by segment ids where a state starts anew."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.checks.arrays import cumulative_lengths, float_array, integers
 from ejkernel.kernels.common.batch import Batch, folded
+from ejkernel.kernels.linear.chunks import LEAST_DECAY
 from ejkernel.ops.operation import Arrays
 
 
@@ -41,18 +44,24 @@ def segmented(arrays: Arrays, segment_ids: Any, batch: Batch, reverse: bool = Fa
     for name in ("cu_seqlens", "initial_state"):
         if name in arrays:
             raise ValueError(f"segment_ids are not for calls with {name}: a segment begins with a state of zeros")
-    B, T, H, _ = arrays["value"].shape
+    B, T, *_ = arrays["value"].shape
     ids = integers("segment_ids", segment_ids, 1, len(batch) + 1)
     if ids.shape not in ((T,), (*batch, T)):
         raise ValueError(f"segment_ids have shape {ids.shape}, needed {(*batch, T)}")
-    ids = jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (*batch, T)).reshape(B, T)
-    other = jnp.roll(ids, -1 if reverse else 1, 1)
-    edge = jnp.arange(T) == (T - 1 if reverse else 0)
-    starts, token = (ids != other) & ~edge & (ids >= 0), ids >= 0
+    return _forgetting(arrays, jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (*batch, T)).reshape(B, T), reverse)
+
+
+# compiled: outside jit, its constants would be sent to the device one by one
+@partial(jax.jit, static_argnums=2)
+def _forgetting(arrays: Arrays, ids: jax.Array, reverse: bool) -> Arrays:
+    B, T, H, _ = arrays["value"].shape
+    first = np.arange(T)[None] == (T - 1 if reverse else 0)
+    token = ids >= 0
+    starts = (ids != jnp.roll(ids, -1 if reverse else 1, 1)) & ~first & token
 
     def real(x: jax.Array) -> jax.Array:
-        return jnp.where(token.reshape(B, T, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+        return jnp.where(token.reshape(B, T, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
 
     arrays = {name: x if name == "g_gamma" else real(x) for name, x in arrays.items()}
-    g = arrays.get("g", jnp.zeros((B, T, H), jnp.float32))
-    return arrays | {"g": jnp.where(starts[..., None], jnp.array(-jnp.inf, g.dtype), g)}
+    g = arrays["g"] if "g" in arrays else jnp.zeros((B, T, H), jnp.float32)
+    return arrays | {"g": jnp.where(starts[..., None], jnp.full_like(g, LEAST_DECAY), g)}

@@ -144,6 +144,8 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> Batch:
     return query.shape[:-3]
 
 
+# compiled: outside jit, its constants would be sent to the device one by one
+@jax.jit
 def _normalised(x: jax.Array) -> jax.Array:
     """Divided by its norm."""
     wide = x.astype(jnp.float32)
