@@ -52,6 +52,10 @@ DECAYS = {"g": (B, T, H), "gv": (B, T, H, Hkv)}
 STATES = {"initial_state": (len(CU) - 1, H, D, Hkv), "g_gamma": -np.ones(H, np.float32), "cu_seqlens": CU}
 DELTA = {"query": (B, T, Hkv, D), "key": (B, T, Hkv, D), "value": (B, T, H, D), "g": (B, T, H), "beta": (B, T, H)}
 DELTA_STATES = {"initial_state": (len(CU) - 1, H, D, D), "erase_key": (B, T, H, D), "cu_seqlens": CU}
+PRODUCT = {"query": (B, T, Hkv, D), "key": (B, T, 2, Hkv, D), "value": (B, T, 2, H, D), "beta": (B, T, 2, H)}
+RWKV = dict.fromkeys(("r", "k", "v", "a", "b"), (B, T, H, D)) | {"w": -np.ones((B, T, H, D), np.float32)}
+MAMBA = {"x": (B, T, H, Hkv), "dt": (B, T, H), "A": -np.ones(H, np.float32), "D": (H,)}
+MAMBA |= dict.fromkeys(("B", "C"), (B, T, Hkv, D))
 GATES = dict.fromkeys(("g_cmp", "g_slc", "g_swa"), (B, T, H))
 PACKED_SPARSE = ATTENTION | {"g_slc": (B, T, H), "cu_seqlens": CU}
 NATIVE = {"block_size": 1, "block_counts": 4, "window_size": 2}
@@ -162,6 +166,9 @@ SAMPLES = {
     "delta": trained(modules.gated_delta_rule, DELTA | {"segment_ids": IDS}),
     "packed-delta": trained(modules.gated_delta_rule, DELTA | DELTA_STATES, return_state=True, qk_norm=True),
     "kimi": trained(modules.kimi_delta_attention, DELTA | {"g": (B, T, H, D)}, return_state=True),
+    "delta-product": trained(modules.gated_delta_product, PRODUCT | {"cu_seqlens": CU}, return_state=True),
+    "rwkv7": trained(modules.rwkv7_attention, RWKV | {"segment_ids": IDS}),
+    "mamba2": trained(modules.mamba2_attention, MAMBA | {"cu_seqlens": CU}, return_state=True),
     "ring": trained(modules.ring_attention, ATTENTION, causal=True, mesh=_mesh),
     "zigzag": served(modules.to_zigzag, {"x": (B, T, H)}, devices=3),
     "zigzag-back": served(modules.from_zigzag, {"x": (B, T, H)}, devices=1),

@@ -12,7 +12,8 @@ from ejkernel.kernels.linear.delta.inverse import unit_lower_inverse
 from ejkernel.kernels.linear.delta.reference import reference
 from ejkernel.kernels.linear.delta.spec import canonicalise
 from ejkernel.modules import gated_delta_rule, kimi_delta_attention, recurrent_attention
-from harness import Arrays, by_case, evaluate, normal
+from harness import by_case, evaluate, normal
+from harness.checks import Arrays
 from harness.delta import CASES, CORE, CORE_IDS, SEGMENTS, Case, check_case
 from harness.linear import named
 from tolerances import assert_close, wide

@@ -213,24 +213,6 @@ def test_gla_is_a_decay_per_key_channel():
     assert_close({"out": both}, {"out": recurrent_attention(q, k, v, gk=2 * gk)})
 
 
-def test_mamba_2():
-    """Its recurrence, token by token, and the same as one call: B and C are shared by the heads."""
-    T, P, N = 70, 6, 8  # P channels of a head, N numbers of its state
-    x, b, c = normal("x", (2, T, H, P)), normal("B", (2, T, N)), normal("C", (2, T, N))
-    dt, a = jax.nn.softplus(normal("dt", (2, T, H))), -jnp.exp(normal("A", (H,)))
-
-    def step(h, token):
-        x, b, c, dt = token
-        h = h * jnp.exp(dt * a)[..., None, None] + (dt[..., None] * x)[..., None] * b[:, None, None, :]
-        return h, jnp.einsum("bhpn,bn->bhp", h, c)
-
-    tokens = [jnp.moveaxis(y, 1, 0) for y in (x, b, c, dt)]
-    state, out = jax.lax.scan(step, jnp.zeros((2, H, P, N)), tokens)
-    key, query = (jnp.broadcast_to(y[:, :, None], (2, T, H, N)) for y in (b, c))
-    results = recurrent_attention(query, key, dt[..., None] * x, dt * a, softmax_scale=1.0, return_state=True)
-    assert_close(named(results), {"out": jnp.moveaxis(out, 0, 1), "state": state.mT})
-
-
 @pytest.mark.parametrize("decay", [-1.0, -0.1, -1e-3])
 def test_the_gradient_of_a_heads_decay_is_as_exact_as_any(decay):
     """Against float64, along 520 tokens: sums of the shares of tokens would be wrong by 1e-4 where each decays by e."""

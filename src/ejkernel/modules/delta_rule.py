@@ -6,9 +6,15 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.common.batch import shards
-from ejkernel.kernels.linear.delta.operations import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
+from ejkernel.kernels.linear.delta.members import product_call, rwkv7_call
+from ejkernel.kernels.linear.delta.operations import (
+    GATED_DELTA_PRODUCT,
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    RWKV7_ATTENTION,
+)
 from ejkernel.kernels.linear.delta.spec import canonicalise, kimi_call
-from ejkernel.kernels.linear.spec import finish
+from ejkernel.kernels.linear.spec import at_last_write, finish
 from ejkernel.ops import run
 
 
@@ -160,3 +166,126 @@ def kimi_delta_attention(
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     return finish(call, run(KIMI_DELTA_ATTENTION, call, platform=platform, cfg=cfg, shards=split), query.shape)
+
+
+def gated_delta_product(
+    query: Float[Array, "*B T Hk D"],
+    key: Float[Array, "*B T n Hk D"],
+    value: Float[Array, "*B T n H Dv"],
+    g: Float[Array, "..."] | None = None,
+    beta: Float[Array, "*#B #T n #H"] | None = None,
+    initial_state: Float[Array, "*N H D Dv"] | None = None,
+    cu_seqlens: Int[Array, " N1"] | None = None,
+    *,
+    segment_ids: Int[Array, "*#B T"] | None = None,
+    qk_norm: bool = False,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Gated delta product: `gated_delta_rule` with n writes a token, so that its transition is a product of n.
+
+    The state decays once a token, then the n keys erase and write one after the other, then the query reads.
+
+    Args:
+        query: `(B, T, Hk, D)`; the state and all options as in `gated_delta_rule`.
+        key: `(B, T, n, Hk, D)`.
+        value: `(B, T, n, H, Dv)`.
+        g: log decays, `(B, T, H)` or `(B, T, H, D)`.
+        beta: `(B, T, n, H)`; None: 1.
+        mesh: devices to split over, with `in_specs`: those of arrays whose length is T * n.
+
+    Returns:
+        `(B, T, H, Dv)`, or `(out, state)`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import gated_delta_product
+    >>> query, key = jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 3, 1, 1))
+    >>> value = jnp.arange(6.0).reshape(1, 2, 3, 1, 1)
+    >>> gated_delta_product(query, key, value).ravel().tolist()  # the last write of each token
+    [2.0, 5.0]
+    """
+    call, writes = product_call(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        segment_ids=segment_ids,
+        qk_norm=qk_norm,
+        softmax_scale=softmax_scale,
+        return_state=return_state,
+    )
+    split = shards(query.shape, mesh, in_specs, out_specs)
+    outputs = run(GATED_DELTA_PRODUCT, call, platform=platform, cfg=cfg, shards=split)
+    return finish(call, at_last_write(outputs, writes), query.shape)
+
+
+def rwkv7_attention(
+    r: Float[Array, "*B T H D"],
+    w: Float[Array, "*B T H D"],
+    k: Float[Array, "*B T H D"],
+    v: Float[Array, "*B T H Dv"],
+    a: Float[Array, "*B T H D"],
+    b: Float[Array, "*B T H D"],
+    initial_state: Float[Array, "*N H D Dv"] | None = None,
+    cu_seqlens: Int[Array, " N1"] | None = None,
+    *,
+    segment_ids: Int[Array, "*#B T"] | None = None,
+    softmax_scale: float | Float[Array, ""] = 1.0,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """RWKV-7's recurrence: what `a` reads of the state before a token is written by `b`, and v by k.
+
+        h_t = exp(w_t)[:, None] * h_{t-1} + b_t^T (a_t h_{t-1}) + k_t^T v_t
+        o_t = scale * r_t h_t
+
+    In RWKV-7, `a` is minus the normalised key and `b` that key times the in-context learning rate.
+
+    Args:
+        r: the query, `(B, T, H, D)`; the state and all options as in `gated_delta_rule`.
+        w: log decays, at most 0 (RWKV-7's are above -0.61); below -12 they count as that.
+        k: keys.
+        v: values, `(B, T, H, Dv)`.
+        a: what reads the state before it decays.
+        b: what writes that.
+        softmax_scale: of the output; default 1.
+        mesh: devices to split over, with `in_specs`: those of arrays whose length is 2 * T.
+
+    Returns:
+        `(B, T, H, Dv)`, or `(out, state)`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import rwkv7_attention
+    >>> r = k = v = jnp.ones((1, 3, 1, 1))
+    >>> w = jnp.full((1, 3, 1, 1), jnp.log(0.5))
+    >>> rwkv7_attention(r, w, k, v, -k, 0.5 * k).round(4).ravel().tolist()  # half decays, half is erased
+    [1.0, 1.0, 1.0]
+    """
+    call = rwkv7_call(
+        r,
+        w,
+        k,
+        v,
+        a,
+        b,
+        initial_state,
+        cu_seqlens,
+        segment_ids=segment_ids,
+        softmax_scale=softmax_scale,
+        return_state=return_state,
+    )
+    split = shards(r.shape, mesh, in_specs, out_specs)
+    outputs = run(RWKV7_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
+    return finish(call, at_last_write(outputs, 2), r.shape)

@@ -6,8 +6,13 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels.common.batch import shards
-from ejkernel.kernels.linear.operations import GLA_ATTENTION, LIGHTNING_ATTENTION, RECURRENT_ATTENTION
-from ejkernel.kernels.linear.spec import canonicalise, finish, gla_call, lightning_call
+from ejkernel.kernels.linear.operations import (
+    GLA_ATTENTION,
+    LIGHTNING_ATTENTION,
+    MAMBA2_ATTENTION,
+    RECURRENT_ATTENTION,
+)
+from ejkernel.kernels.linear.spec import canonicalise, finish, gla_call, lightning_call, mamba2_call, with_skipped
 from ejkernel.ops import run
 
 
@@ -216,3 +221,51 @@ def lightning_attention(
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     return finish(call, run(LIGHTNING_ATTENTION, call, platform=platform, cfg=cfg, shards=split), query.shape)
+
+
+def mamba2_attention(
+    x: Float[Array, "*B T H P"],
+    dt: Float[Array, "*B T H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "*B T G S"],
+    C: Float[Array, "*B T G S"],
+    D: Float[Array, "..."] | None = None,
+    initial_state: Float[Array, "*N H S P"] | None = None,
+    cu_seqlens: Int[Array, " N1"] | None = None,
+    *,
+    segment_ids: Int[Array, "*#B T"] | None = None,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Mamba-2's state space: `recurrent_attention` by that model's names.
+
+        h_t = exp(dt_t A) * h_{t-1} + dt_t * B_t^T x_t
+        y_t = C_t h_t + D x_t
+
+    Args:
+        x: `(B, T, H, P)`, after the convolution.
+        dt: `(B, T, H)`, after its bias and softplus.
+        A: `(H,)`, negative: `-exp(A_log)`.
+        B: `(B, T, G, N)`, where G groups divide the heads; C has the same shape.
+        D: what is passed by, `(H,)` or `(H, P)`.
+        initial_state: `(B, H, N, P)`, float32: the transpose of what other packages keep.
+        cu_seqlens, segment_ids, return_state: as in `recurrent_attention`.
+
+    Returns:
+        y `(B, T, H, P)`, or `(y, state)`.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.modules import mamba2_attention
+    >>> x, dt, A = jnp.ones((1, 3, 2, 1)), jnp.ones((1, 3, 2)), -jnp.ones(2)
+    >>> B = C = jnp.ones((1, 3, 1, 1))
+    >>> mamba2_attention(x, dt, A, B, C)[0, :, 0, 0].round(3)
+    Array([1.   , 1.368, 1.503], dtype=float32)
+    """
+    call = mamba2_call(x, dt, A, B, C, initial_state, cu_seqlens, segment_ids=segment_ids, return_state=return_state)
+    split = shards(x.shape, mesh, in_specs, out_specs)
+    outputs = run(MAMBA2_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
+    return finish(call, with_skipped(outputs, x, D), x.shape)

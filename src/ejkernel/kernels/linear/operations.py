@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.common.packed_chunks import equal_lengths
 from ejkernel.kernels.common.sizes import rounded_sizes
 from ejkernel.kernels.common.struct_call import struct_call
-from ejkernel.kernels.linear.delta.operations import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION
+from ejkernel.kernels.linear.delta.operations import DELTA_OPERATIONS
 from ejkernel.kernels.linear.sharded import along_length
 from ejkernel.kernels.linear.spec import ARRAYS, OUTPUTS, canonicalise, dimensions
 from ejkernel.ops import Call, Operation, Splits
@@ -84,5 +84,6 @@ _family = partial(
 RECURRENT_ATTENTION = _family(name="recurrent_attention")
 GLA_ATTENTION = _family(name="gla_attention")
 LIGHTNING_ATTENTION = _family(name="lightning_attention")
+MAMBA2_ATTENTION = _family(name="mamba2_attention", configs_of=RECURRENT_ATTENTION.name)
 
-OPERATIONS = (RECURRENT_ATTENTION, GLA_ATTENTION, LIGHTNING_ATTENTION, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)
+OPERATIONS = (RECURRENT_ATTENTION, GLA_ATTENTION, LIGHTNING_ATTENTION, MAMBA2_ATTENTION, *DELTA_OPERATIONS)

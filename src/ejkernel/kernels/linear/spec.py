@@ -149,6 +149,43 @@ def lightning_call(
     return replace(call, spec=replace(call.spec, constant_gamma=True))
 
 
+def mamba2_call(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    **options: Any,
+) -> Call:
+    """The canonical call of Mamba-2: B are keys and C queries, groups of heads share them; dt multiplies the values."""
+    x, dt, A, B, C = (
+        float_array(name, y) for name, y in zip(("x", "dt", "A", "B", "C"), (x, dt, A, B, C), strict=True)
+    )
+    if x.ndim < 3 or dt.shape != x.shape[:-1]:
+        raise ValueError(f"dt {dt.shape} must have the shape of x {x.shape} without its channels; {LAYOUT}")
+    if A.shape != x.shape[-2:-1]:
+        raise ValueError(f"A has shape {A.shape}, needed one number a head, {x.shape[-2:-1]}")
+    if B.shape != C.shape or B.ndim != x.ndim or B.shape[:-2] != x.shape[:-2] or x.shape[-2] % B.shape[-2]:
+        raise ValueError(
+            f"B {B.shape} and C {C.shape} must be (batch, length, groups, state), and groups divide the heads of "
+            f"x {x.shape}"
+        )
+    values, decays, key, query = _mamba2_arrays(x, dt, A, B, C)
+    given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "softmax_scale": 1.0}
+    return canonicalise(query, key, values, decays, **given, **options)
+
+
+# compiled: outside jit, constants would be sent to the device one by one
+@jax.jit
+def _mamba2_arrays(x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array) -> tuple[jax.Array, ...]:
+    step = dt.astype(jnp.float32)
+    values = (x.astype(jnp.float32) * step[..., None]).astype(x.dtype)
+    key, query = (jnp.repeat(y.astype(x.dtype), x.shape[-2] // y.shape[-2], -2) for y in (B, C))
+    return values, step * A.astype(jnp.float32).reshape(*(1,) * (step.ndim - 1), -1), key, query
+
+
 def lightning_decay(heads: int, layer_idx: Any, num_layers: Any) -> np.ndarray:
     """The decay of every head in a layer, in logarithms: none of head 0, less in later layers."""
     num_layers = static_int("num_layers", num_layers, 1)
@@ -191,6 +228,27 @@ def of_shape(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     if x.ndim != len(shape) or any(size not in (1, needed) for size, needed in zip(x.shape, shape, strict=True)):
         raise ValueError(f"{name} has shape {x.shape}, needed {shape}, where any size may be 1")
     return jnp.broadcast_to(x, shape)
+
+
+def at_last_write(outputs: dict[str, jax.Array], writes: int) -> dict[str, jax.Array]:
+    """The outputs of tokens that are several each."""
+    return outputs | {"out": outputs["out"][:, writes - 1 :: writes]}
+
+
+def with_skipped(outputs: dict[str, jax.Array], x: jax.Array, D: Any) -> dict[str, jax.Array]:
+    """Mamba-2's outputs with D * x, where D is (H,) or (H, P)."""
+    if D is None:
+        return outputs
+    D = float_array("D", D)
+    if D.shape not in (x.shape[-2:-1], x.shape[-2:]):
+        raise ValueError(f"D has shape {D.shape}, needed {x.shape[-2:-1]} or {x.shape[-2:]}")
+    return outputs | {"out": _skipped(outputs["out"], folded(x), D)}
+
+
+@jax.jit
+def _skipped(out: jax.Array, x: jax.Array, D: jax.Array) -> jax.Array:
+    wide = D.astype(jnp.float32).reshape(1, 1, D.shape[0], -1)
+    return (out.astype(jnp.float32) + wide * x.astype(jnp.float32)).astype(out.dtype)
 
 
 def finish(call: Call, outputs: dict[str, jax.Array], shape: tuple[int, ...]) -> Any:

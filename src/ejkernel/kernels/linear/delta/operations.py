@@ -101,3 +101,7 @@ _delta = partial(
 
 GATED_DELTA_RULE = _delta(name="gated_delta_rule")
 KIMI_DELTA_ATTENTION = _delta(name="kimi_delta_attention")
+GATED_DELTA_PRODUCT = _delta(name="gated_delta_product", configs_of=GATED_DELTA_RULE.name)
+RWKV7_ATTENTION = _delta(name="rwkv7_attention", configs_of=GATED_DELTA_RULE.name)
+
+DELTA_OPERATIONS = (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, GATED_DELTA_PRODUCT, RWKV7_ATTENTION)
