@@ -209,7 +209,7 @@ def gated_delta_product(
     >>> gated_delta_product(query, key, value).ravel().tolist()  # the last write of each token
     [2.0, 5.0]
     """
-    call, writes = product_call(
+    call = product_call(
         query,
         key,
         value,
@@ -224,7 +224,7 @@ def gated_delta_product(
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     outputs = run(GATED_DELTA_PRODUCT, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, at_last_write(outputs, writes), query.shape)
+    return finish(call, at_last_write(outputs, key.shape[-3]), query.shape)
 
 
 def rwkv7_attention(

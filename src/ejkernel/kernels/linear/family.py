@@ -8,11 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.family import Dtype, Family, Option, PublicFunction, Roofline, Size, TypicalCall, check_documents, struct
 from ejkernel.kernels.linear.checks import GATES, checks
-from ejkernel.kernels.linear.delta.spec import canonicalise as delta_call
-from ejkernel.kernels.linear.delta.spec import kimi_call
-from ejkernel.kernels.linear.spec import canonicalise, gla_call, lightning_call
-
-DELTA_RULES = ("gated_delta_rule", "kimi_delta_attention")
+from ejkernel.kernels.linear.delta.family import DELTA_RULES, delta_arguments, mamba2_arguments
+from ejkernel.kernels.linear.spec import canonicalise, gla_call, lightning_call, mamba2_call
 
 
 def arguments(
@@ -22,7 +19,7 @@ def arguments(
     length: Size = 1024,
     heads: Size = 8,
     key_heads: Annotated[
-        int | None, Option("Of the delta rule, heads of queries and keys; default: as many.", least=1)
+        int | None, Option("Of the delta rule and Mamba-2, heads of queries and keys; default: as many.", least=1)
     ] = None,
     dim: Annotated[int, Option("Head dimension of queries and keys.", least=1)] = 64,
     value_dim: Annotated[int | None, Option("Head dimension of values; default: of keys.", least=1)] = None,
@@ -41,8 +38,9 @@ def arguments(
     if operation in DELTA_RULES:
         if reverse:
             raise ValueError(f"{operation} runs from the first token to the last")
-        decays = decays or ("gk" if operation == "kimi_delta_attention" else "g")
-        return _delta_rule(B, T, H, key_heads or H, D, Dv, dtype, documents, decays, state)
+        return delta_arguments(operation, B, T, H, key_heads, D, Dv, dtype, documents, decays, state)
+    if operation == "mamba2_attention":
+        return mamba2_arguments(B, T, H, key_heads, D, Dv, dtype, documents, state)
     if key_heads not in (None, H):
         raise ValueError(f"{operation} has as many heads of keys as of values, {H}")
     shapes = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, D), "gv": (B, T, H, Dv)}
@@ -60,25 +58,6 @@ def arguments(
         "return_state": state or None,
         "reverse": reverse or None,
         **layer,
-    }
-
-
-def _delta_rule(
-    B: int, T: int, H: int, Hk: int, D: int, Dv: int, dtype: str, documents: int | None, decays: str, state: bool
-) -> dict[str, Any]:
-    shapes = {"g": (B, T, H), "gk": (B, T, H, D), "none": None}
-    if decays not in shapes:
-        raise ValueError(f"decays {decays} are unknown; the delta rule has {', '.join(shapes)}")
-    shape = shapes[decays]
-    return {
-        "query": struct(dtype, B, T, Hk, D),
-        "key": struct(dtype, B, T, Hk, D),
-        "value": struct(dtype, B, T, H, Dv),
-        "g": None if shape is None else struct("float32", *shape),
-        "beta": struct(dtype, B, T, H),
-        "initial_state": struct("float32", documents or B, H, D, Dv) if state else None,
-        "cu_seqlens": None if documents is None else jax.ShapeDtypeStruct((documents + 1,), jnp.int32),
-        "return_state": state or None,
     }
 
 
@@ -102,7 +81,7 @@ def typical_calls(backend: str, quick: bool) -> list[TypicalCall]:
     else:
         sizes = {"heads": 16, "dim": 128}
         rows, sequences = [(8, 2048)] if quick else [(8, 2048), (1, 16384)], 64
-    names = ("lightning_attention", "gla_attention", *DELTA_RULES)
+    names = ("lightning_attention", "gla_attention", "gated_delta_rule", "kimi_delta_attention")
     lightning, gla, delta, kimi = (partial(call, name, more=sizes) for name in names)
     calls = [make(*row) for row in rows for make in (lightning, gla, delta, kimi)]
     calls += [make(sequences, 1, state=True) for make in (lightning, delta)]
@@ -124,8 +103,8 @@ FAMILY = Family(
         "recurrent_attention": PublicFunction("ejkernel.modules", canonicalise),
         "gla_attention": PublicFunction("ejkernel.modules", gla_call),
         "lightning_attention": PublicFunction("ejkernel.modules", lightning_call),
-        "gated_delta_rule": PublicFunction("ejkernel.modules", delta_call),
-        "kimi_delta_attention": PublicFunction("ejkernel.modules", kimi_call),
+        "mamba2_attention": PublicFunction("ejkernel.modules", mamba2_call),
+        **DELTA_RULES,
     },
     arguments=arguments,
     checks=checks,

@@ -27,8 +27,8 @@ def product_call(
     *,
     segment_ids: Any = None,
     **options: Any,
-) -> tuple[Call, int]:
-    """The call of a gated delta product, each of whose tokens is n, the last of which has its output; and n."""
+) -> Call:
+    """The call of a gated delta product, each of whose tokens is n, the last of which has its output."""
     query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
     if key.ndim != query.ndim + 1 or value.ndim != query.ndim + 1:
         raise ValueError(
@@ -48,7 +48,7 @@ def product_call(
         if beta.ndim != query.ndim:
             raise ValueError(f"beta has shape {beta.shape}, needed (batch, length, writes, heads)")
         beta = _merged(beta, query.ndim - 3)
-    call = canonicalise(
+    return canonicalise(
         _at_write(query, n, n - 1, query.ndim - 3),
         _merged(key, query.ndim - 3),
         _merged(value, query.ndim - 3),
@@ -59,7 +59,6 @@ def product_call(
         segment_ids=_of_each_write(segment_ids, n),
         **options,
     )
-    return call, n
 
 
 def rwkv7_call(

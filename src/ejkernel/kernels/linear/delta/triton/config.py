@@ -51,8 +51,11 @@ def default_config(call: Call) -> Config:
     if dims.T <= _MAX_TOKENS_ONE_BY_ONE:
         return Config(chunk=1, block_v=16 if dims.D > 64 else 32)
     large, float32 = dims.D > 128, call["query"].dtype == jnp.float32
-    chunk = 64 if not large and not float32 else 32 if not (large and float32) else 16
-    return Config(chunk, min(32 if large or float32 else 64, power_of_two(dims.Dv, 16)), 4, 1 if large else 2)
+    # without products of warpgroups, operands are in registers
+    small = call.target.arch.startswith(("sm_8", "sm_12"))
+    chunk = max(16, 64 >> (large + float32 + small))
+    block_v = 32 if large or float32 or small else 64
+    return Config(chunk, min(block_v, power_of_two(dims.Dv, 16)), num_stages=1 if large else 2)
 
 
 def search_space(call: Call) -> list[Config]:

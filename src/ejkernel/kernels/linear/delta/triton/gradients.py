@@ -46,8 +46,6 @@ def delta_gradients_kernel(
     EXACT: tl.constexpr = narrow == tl.float32
     LEVELS: tl.constexpr = C.LEVELS
     i_b, i_h, i_s, i_r, i_start, n = chunk_coordinates(p_chunks, T, C)
-    if n <= 0:
-        return
     o_i = tl.arange(0, C.CHUNK)
     m_i = o_i < n
     o_token = i_b * T + i_start + o_i
