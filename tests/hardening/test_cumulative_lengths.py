@@ -62,6 +62,11 @@ def dkernel_attention(**arguments: Any) -> Any:
     return attend(**{"cu_seqlen_k": torch.tensor([0, 5, TOKENS]), **arguments})
 
 
+KIMI = {"g": -ones(1, TOKENS, 2, 16), "beta": ones(1, TOKENS, 2)}
+TWICE = {name: ones(1, TOKENS, 2, 2, 16) for name in ("key", "value")}
+MAMBA = {"x": ones(1, TOKENS, 2, 16), "dt": ones(1, TOKENS, 2), "A": -ones(2)}
+MAMBA |= dict.fromkeys("BC", ones(1, TOKENS, 1, 16))
+
 CALLS = {
     "flash-q": Packed(modules.flash_attention, "cum_seqlens_q", QKV),
     "flash-k": Packed(modules.flash_attention, "cum_seqlens_k", QKV | {"cum_seqlens_q": GOOD}),
@@ -70,6 +75,11 @@ CALLS = {
     "recurrent": Packed(modules.recurrent_attention, "cu_seqlens", QKV),
     "gla": Packed(modules.gla_attention, "cu_seqlens", QKV | {"g": -ones(1, TOKENS, 2)}),
     "lightning": Packed(modules.lightning_attention, "cu_seqlens", QKV | {"layer_idx": 1, "num_layers": 4}),
+    "delta": Packed(modules.gated_delta_rule, "cu_seqlens", QKV),
+    "kimi": Packed(modules.kimi_delta_attention, "cu_seqlens", QKV | KIMI),
+    "delta-product": Packed(modules.gated_delta_product, "cu_seqlens", QKV | TWICE),
+    "rwkv7": Packed(modules.rwkv7_attention, "cu_seqlens", dict.fromkeys("rwkvab", QKV["query"])),
+    "mamba2": Packed(modules.mamba2_attention, "cu_seqlens", MAMBA),
     "native-sparse": Packed(modules.native_sparse_attention, "cu_seqlens", QKV | GATES | {"block_size": 4}),
     "native-sparse-blocks": Packed(modules.native_sparse_attention, "cu_seqlens", QKV | BLOCKS),
     "selected": Packed(modules.selected_attention, "cu_seqlens", QKV | BLOCKS),

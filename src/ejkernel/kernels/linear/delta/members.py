@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import as_array, float_array, integers
+from ejkernel.checks.arrays import as_array, check_cumulative, float_array, integers
 from ejkernel.kernels.linear.delta.spec import canonicalise
 from ejkernel.kernels.linear.spec import LAYOUT
 from ejkernel.ops import Call
@@ -55,7 +55,7 @@ def product_call(
         g,
         beta,
         initial_state,
-        _of_writes(cu_seqlens, n),
+        _of_writes(cu_seqlens, n, query.shape[-3]),
         segment_ids=_of_each_write(segment_ids, n),
         **options,
     )
@@ -95,7 +95,7 @@ def rwkv7_call(
         _at_write(decay, 2, 0, length),
         None,
         initial_state,
-        _of_writes(cu_seqlens, 2),
+        _of_writes(cu_seqlens, 2, r.shape[-3]),
         segment_ids=_of_each_write(segment_ids, 2),
         erase_key=_at_write(erase, 2, 0, length),
         softmax_scale=softmax_scale,
@@ -103,11 +103,12 @@ def rwkv7_call(
     )
 
 
-def _of_writes(cu_seqlens: Any, n: int) -> Any:
+def _of_writes(cu_seqlens: Any, n: int, T: int) -> Any:
     """Cumulative lengths of sequences each of whose tokens is n."""
     if cu_seqlens is None:
         return None
     lengths = integers("cu_seqlens", cu_seqlens, 1)
+    check_cumulative("cu_seqlens", lengths, T)
     return lengths * n if isinstance(lengths, np.ndarray) else _multiplied(lengths, n)
 
 
