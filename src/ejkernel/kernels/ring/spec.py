@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
         def one(length: int) -> jax.Array:
             whole = token_indices(layout, self.around, length * self.devices)
-            return lax.dynamic_slice_in_dim(whole, self.device * length, length, axis=1)
+            return whole if self.devices == 1 else lax.dynamic_slice_in_dim(whole, self.device * length, length, axis=1)
 
         return Indices(one(T), one(S), (T * self.devices, S * self.devices))
 

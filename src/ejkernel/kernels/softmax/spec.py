@@ -344,8 +344,14 @@ def _function_mask(rule: Rule, indices: Indices | None, dims: Dimensions) -> Mas
         found = dataclasses.replace(plain, rule=rule)
     taken: dict[str, Any] = {"q_len": dims.T, "kv_len": dims.S, "rule": found.rule and indices.counted(found.rule)}
     if found.q_ids is not None:
-        taken |= {"q_ids": found.q_ids[:, indices.q[0]], "kv_ids": found.kv_ids[:, indices.k[0]]}
+        taken |= {"q_ids": _entries(found.q_ids, indices.q), "kv_ids": _entries(found.kv_ids, indices.k)}
     return dataclasses.replace(found, **taken)
+
+
+@jax.jit
+def _entries(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Of each row of x the entries at indices (1, n)."""
+    return x[:, index[0]]
 
 
 def _counted(rule: Rule, indices: Indices | None) -> Rule:
