@@ -26,7 +26,7 @@ def native_sparse_attention(
     compressed: tuple[Float[Array, "*B N Hkv D"], Float[Array, "*B N Hkv Dv"]] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
     block_size: int = 64,
-    window_size: int = 0,
+    window_size: int | jax.Array = 0,
     softmax_scale: float | None = None,
     platform: str | None = None,
     cfg: Any = None,
@@ -69,7 +69,7 @@ def native_sparse_attention(
             the rows of all sequences follow each other.
         kv_lengths: `(B,)`, keys of each sequence in a cache of S; the queries are its last tokens.
         block_size: tokens of a block.
-        window_size: tokens of the window, the query's own among them; needs `g_swa`.
+        window_size: tokens of the window, the query's own among them; needs `g_swa`. It may be a traced integer.
         softmax_scale: of all logits, a number, which may be traced; default `D ** -0.5`.
         platform: `None` or `"auto"`, `"xla"`, `"triton"`.
         cfg: the `Config` of `selected_attention` on that platform, or a dict of its fields; needs the selected branch.

@@ -170,6 +170,7 @@ NATIVE_SPARSE_ATTENTION = Operation(
         "compressed_value": Dims("B N Hkv Dv", grad=True),
         "cu_seqlens": Dims("B N+1"),
         "kv_lengths": Dims("B"),
+        "window_size": Dims("B"),
     },
     outputs={"out": "B T H Dv"},
     implementations={},

@@ -73,7 +73,8 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
         branches.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
     if "g_swa" in call:
         key, limits = jnp.arange(S), table.limits[..., None]
-        begin = jnp.maximum(limits - spec.window, _begins(table)[..., None])
+        window = call["window_size"][:, None, None] if spec.window is None else spec.window
+        begin = jnp.maximum(limits - window, _begins(table)[..., None])
         seen = (key < limits) & (key >= begin)
         branches.append(("g_swa", _attention(call, call["query"], call["key"], call["value"], seen, dtype)["out"]))
     real, total = (table.limits > 0)[..., None, None], 0.0
