@@ -53,6 +53,8 @@ def probes() -> dict[str, Call]:
         "packed sequences": _struct_call(B=1, cu_seqlens=lambda: jnp.array([0, 50, 256])),
         "caches of some length": _struct_call(kv_lengths=lambda: jnp.array([100, 256])),
         "sinks": _struct_call(softmax_aux=lambda: jnp.zeros(4)),
+        "mask function": _struct_call(mask_fn=lambda: lambda b, h, i, j: (i - j) % 3 == 0),
+        "score function": _struct_call(score_fn=lambda: lambda score, b, h, i, j: score * 2.0**-h),
         "one query head to a key head": _struct_call(H=2),
         "64 query heads to a key head": _struct_call(H=64, Hkv=1),
         "lengths that divide nothing": _struct_call(T=129),

@@ -30,10 +30,9 @@ def visible(call: Call) -> jax.Array:
 
 def reference(call: Call, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     """out (B, T, H, Dv) and lse (B, H, T), as softmax attention under a mask."""
-    names = [name for name in ("query", "key", "value", "sinks") if name in call]
-    mask = jnp.repeat(visible(call), dimensions(call).G, axis=1)
-    arrays = {name: call[name] for name in names} | {"mask": mask}
-    return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale), arrays), dtype)
+    arrays = {name: x for name, x in call.arrays.items() if name not in ("indices", "starts", "limits")}
+    arrays["mask"] = jnp.repeat(visible(call), dimensions(call).G, axis=1)
+    return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale, rules=call.spec.rules), arrays), dtype)
 
 
 def importance(call: Call) -> jax.Array:

@@ -74,7 +74,7 @@ def canonicalise(
     compressed: Any = None,
     kv_lengths: Any = None,
     block_size: int = 64,
-    window_size: int = 0,
+    window_size: Any = 0,
     softmax_scale: Any = None,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
