@@ -132,6 +132,7 @@ def test_explain_shows_the_sums():
     [
         (True, {}),
         (True, {"segments": True}),
+        (True, {"alibi_slopes": np.ones(8, np.float32)}),
         (False, {"layout": "contiguous"}),
         (False, {"causal": False}),
         (False, {"sliding_window": (64, 0)}),

@@ -42,7 +42,6 @@ from ejkernel.expressions.nodes import (
     operand,
     rebuilt,
     rewritten,
-    substituted,
 )
 
 Kind = Literal["scalar", "row", "column"]
@@ -84,11 +83,24 @@ def renumbered(expression: Expression, by: int) -> Expression:
     return rewritten(expression, later) if by else expression
 
 
-def with_indices(rule: Rule, q: Any, k: Any) -> Rule:
-    """The rule with other numbers (B|1, T) and (B|1, S) for the indices of queries and keys."""
+def with_indices(rule: Rule, q: Any, k: Any, *, of_tokens: bool = False) -> Rule:
+    """The rule with other numbers (B|1, T) and (B|1, S) for the indices of queries and keys.
+
+    With `of_tokens`, arrays that are indexed by query or key alone have an entry for each token there is, whatever its
+    number.
+    """
+    if not rule.expression.axes & {"i", "j"}:
+        return rule
     first = len(rule.arrays)
     at = {I: load(first, (B, I), INT), J: load(first + 1, (B, J), INT)}
-    return Rule(substituted(rule.expression, at), (*rule.arrays, q, k))
+    tokens = {number: index for index, number in at.items()} if of_tokens else {}
+
+    def replaced(node: Expression) -> Expression | None:
+        if node.name == LOAD:
+            return load(node.data, tuple(tokens.get(index, index) for index in node.args), node.dtype)
+        return at.get(node)
+
+    return Rule(rewritten(rule.expression, replaced), (*rule.arrays, q, k))
 
 
 def distance(q_pos: Any, kv_pos: Any, offset: int) -> Rule:

@@ -1,5 +1,6 @@
 """Attention over key blocks that each query selects: native sparse attention, and its steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def native_sparse_attention(
     compressed: tuple[Float[Array, "*B N Hkv D"], Float[Array, "*B N Hkv Dv"]] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
     block_size: int = 64,
-    window_size: int = 0,
+    window_size: int | jax.Array = 0,
     softmax_scale: float | None = None,
     platform: str | None = None,
     cfg: Any = None,
@@ -69,7 +70,7 @@ def native_sparse_attention(
             the rows of all sequences follow each other.
         kv_lengths: `(B,)`, keys of each sequence in a cache of S; the queries are its last tokens.
         block_size: tokens of a block.
-        window_size: tokens of the window, the query's own among them; needs `g_swa`.
+        window_size: tokens of the window, the query's own among them; needs `g_swa`. It may be a traced integer.
         softmax_scale: of all logits, a number, which may be traced; default `D ** -0.5`.
         platform: `None` or `"auto"`, `"xla"`, `"triton"`.
         cfg: the `Config` of `selected_attention` on that platform, or a dict of its fields; needs the selected branch.
@@ -123,6 +124,8 @@ def selected_attention(
     block_size: int = 64,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -138,6 +141,9 @@ def selected_attention(
         block_counts: how many of the indices count, from the first: a number or an array as above. Default: all.
         softmax_aux: sinks `(H,)`, `(H, n)`, or `(1, n)` that all heads share, logits that join the denominator once.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32, sinks included.
+        mask_fn: `(b, h, i, j) -> bool`: which tokens of the blocks a query sees, as in `flash_attention`; with
+            `cu_seqlens` i and j count inside each sequence. Functions run on XLA alone.
+        score_fn: `(score, b, h, i, j) -> score`, likewise; floats that it closes over have gradients.
 
     Returns:
         `(B, T, H, Dv)` in the query's dtype; with `return_lse`, `(out, lse)`. A query without a block gives zeros.
@@ -161,6 +167,8 @@ def selected_attention(
         block_size=block_size,
         softmax_scale=softmax_scale,
         return_lse=return_lse,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
     )
     split = shards(query.shape, mesh, in_specs, out_specs)
     return finish(call, run(SELECTED_ATTENTION, call, platform=platform, cfg=cfg, shards=split), query.shape)

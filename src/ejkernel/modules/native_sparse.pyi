@@ -1,5 +1,6 @@
 """Made by tests/stubs.py from native_sparse.py."""
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -19,7 +20,7 @@ def native_sparse_attention(
     compressed: tuple[Float[Array, "*B N Hkv D"], Float[Array, "*B N Hkv Dv"]] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
     block_size: int = 64,
-    window_size: int = 0,
+    window_size: int | jax.Array = 0,
     softmax_scale: float | None = None,
     platform: str | None = None,
     cfg: Any = None,
@@ -41,6 +42,8 @@ def selected_attention(
     block_size: int = 64,
     softmax_scale: float | None = None,
     return_lse: Literal[False] = False,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -61,6 +64,8 @@ def selected_attention(
     block_size: int = 64,
     softmax_scale: float | None = None,
     return_lse: Literal[True],
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -81,6 +86,8 @@ def selected_attention(
     block_size: int = 64,
     softmax_scale: float | None = None,
     return_lse: bool,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,

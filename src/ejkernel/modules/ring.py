@@ -1,5 +1,6 @@
 """Attention over sequences that are split over devices."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ def ring_attention(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: bool = False,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    alibi_slopes: Float[Array, "..."] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -53,7 +57,8 @@ def ring_attention(
         softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share.
         axis_name: the mesh axis that lengths are split over; or two, `("ring", "heads")`: keys go round the first, and
             along the second heads change places with tokens. Lengths are then split over both.
-        mask_info: segments, lengths, explicit positions, dense masks; no block patterns.
+        mask_info: segments, lengths, explicit positions, bounds, functions, unions, dense masks; no block patterns.
+            Its arrays are of the tokens as they come, what is compared with their indices is of the whole sequence.
         causal: query `i` sees keys up to `i + S - T`.
         sliding_window: `w` for `(w, w)`, or `(left, right)`. Keys then travel no further than they are seen.
         softmax_scale: default `D ** -0.5`. A traced one is multiplied into the queries.
@@ -68,6 +73,10 @@ def ring_attention(
         precision: of the matmuls on float32 inputs, as in `jax.lax.dot_general`; None is close to float32 everywhere.
         logits_dtype: the logits are rounded to it (None: float32) before the softmax, which is float32 always.
         return_lse: also return the log-sum-exp of the logits, `(B, H, T)` float32.
+        mask_fn: `(b, h, i, j) -> bool` as in `flash_attention`: i and j are indices in the whole sequence, in its own
+            order whatever the layout, and so are those of arrays that it closes over; inside a `shard_map` too.
+        score_fn: `(score, b, h, i, j) -> score`, likewise; floats that it closes over have gradients.
+        alibi_slopes: `(H,)` or `(B, H)`: `-slope * |distance|` is added to the capped logits; has a gradient.
         platform: that of each device's own calls, as in `flash_attention`.
         cfg: that platform's `Config`, or a dict of its fields.
         mesh: by default the one around the call.
@@ -102,6 +111,9 @@ def ring_attention(
         precision=precision,
         logits_dtype=logits_dtype,
         return_lse=return_lse,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        alibi_slopes=alibi_slopes,
         layout=layout,
         method=method,
     )

@@ -1,5 +1,6 @@
 """Made by tests/stubs.py from ring.py."""
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -29,6 +30,9 @@ def ring_attention(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: Literal[False] = False,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    alibi_slopes: Float[Array, "..."] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -56,6 +60,9 @@ def ring_attention(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: Literal[True],
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    alibi_slopes: Float[Array, "..."] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -83,6 +90,9 @@ def ring_attention(
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
     return_lse: bool,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    alibi_slopes: Float[Array, "..."] | None = None,
     platform: str | None = None,
     cfg: Any = None,
     mesh: jax.sharding.Mesh | None = None,

@@ -30,10 +30,9 @@ def visible(call: Call) -> jax.Array:
 
 def reference(call: Call, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     """out (B, T, H, Dv) and lse (B, H, T), as softmax attention under a mask."""
-    names = [name for name in ("query", "key", "value", "sinks") if name in call]
-    mask = jnp.repeat(visible(call), dimensions(call).G, axis=1)
-    arrays = {name: call[name] for name in names} | {"mask": mask}
-    return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale), arrays), dtype)
+    arrays = {name: x for name, x in call.arrays.items() if name not in ("indices", "starts", "limits")}
+    arrays["mask"] = jnp.repeat(visible(call), dimensions(call).G, axis=1)
+    return softmax.reference(Call(softmax_spec.Spec(scale=call.spec.scale, rules=call.spec.rules), arrays), dtype)
 
 
 def importance(call: Call) -> jax.Array:
@@ -73,7 +72,8 @@ def native_sparse(call: Call, dtype: Any = jnp.float32) -> jax.Array:
         branches.append(("g_slc", reference(Call(selected.Spec(spec.scale, spec.block_size), arrays), dtype)["out"]))
     if "g_swa" in call:
         key, limits = jnp.arange(S), table.limits[..., None]
-        begin = jnp.maximum(limits - spec.window, _begins(table)[..., None])
+        window = call["window_size"][:, None, None] if spec.window is None else spec.window
+        begin = jnp.maximum(limits - window, _begins(table)[..., None])
         seen = (key < limits) & (key >= begin)
         branches.append(("g_swa", _attention(call, call["query"], call["key"], call["value"], seen, dtype)["out"]))
     real, total = (table.limits > 0)[..., None, None], 0.0

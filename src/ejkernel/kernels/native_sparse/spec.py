@@ -11,10 +11,13 @@ import numpy as np
 from ejkernel.checks.arrays import concrete, integers
 from ejkernel.checks.options import flag, static_int
 from ejkernel.checks.values import check_rows
+from ejkernel.expressions.binding import Sizes, with_indices
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.native_sparse.block_table import BlockTable, block_table, check_lengths
-from ejkernel.kernels.softmax.spec import checked_tokens, joined_sinks, sink_logits
+from ejkernel.kernels.softmax import rules
+from ejkernel.kernels.softmax.rules import Rules, bound_rules, mask_rule, score_rule
+from ejkernel.kernels.softmax.spec import checked_tokens, joined_sinks, sink_logits, token_positions
 from ejkernel.ops import Call, Dims
 from ejkernel.ops.autodiff import default_rules
 
@@ -27,6 +30,8 @@ ARRAYS = {
     "starts": Dims("B N"),
     "limits": Dims("B T"),
     "sinks": Dims("B H", grad=True, given="softmax_aux"),
+    # what mask and score functions read
+    **rules.ARRAYS,
 }
 
 OUTPUTS = {"out": "B T H Dv", "lse": "B H T"}
@@ -39,6 +44,7 @@ class Spec:
     scale: float
     block_size: int
     with_lse: bool = False
+    rules: Rules = Rules()
 
 
 class Dimensions(NamedTuple):
@@ -78,6 +84,8 @@ def canonicalise(
     block_size: int = 64,
     softmax_scale: Any = None,
     return_lse: bool = False,
+    mask_fn: Any = None,
+    score_fn: Any = None,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
     query, key, value, batch, _ = checked_tokens(query, key, value)
@@ -99,8 +107,20 @@ def canonicalise(
         "limits": table.limits,
         "sinks": None if sinks is None else joined_sinks(sinks)[None],
     }
-    spec = Spec(scale, block_size, flag("return_lse", return_lse))
+    sizes = Sizes(B, T=T, S=S, H=query.shape[2])
+    bound, operands = _bound(mask_fn, score_fn, cu_seqlens, sizes)
+    arrays |= operands
+    spec = Spec(scale, block_size, flag("return_lse", return_lse), bound)
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
+
+
+def _bound(mask_fn: Any, score_fn: Any, cu_seqlens: Any, sizes: Sizes) -> tuple[Rules, dict[str, jax.Array]]:
+    """Functions as rules of a call, whose indices count inside packed sequences; and what they read."""
+    mask, scores = mask_fn and mask_rule(mask_fn), score_fn and score_rule(score_fn)
+    if cu_seqlens is not None and (mask or scores):
+        at = token_positions(cu_seqlens, sizes.T)
+        mask, scores = mask and with_indices(mask, at, at), scores and with_indices(scores, at, at)
+    return bound_rules(mask, scores, sizes)
 
 
 def checked_indices(block_indices: Any, rows: tuple[int, int, int]) -> jax.Array:

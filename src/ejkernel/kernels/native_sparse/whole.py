@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from ejkernel.checks.arrays import concrete, float_array
+from ejkernel.checks.arrays import concrete, float_array, int_array
 from ejkernel.checks.options import static_int
 from ejkernel.kernels.common.batch import folded, folded_broadcast
 from ejkernel.kernels.common.scale import with_static_scale
@@ -45,6 +46,7 @@ class Spec:
     """Static facts.
 
     Attributes:
+        window: tokens of the window; None where the array `window_size` says it.
         count: how many of its blocks count for each query; None: all, or what the array `block_counts` says.
         room: blocks that are selected for a query, where none are given.
         rows: blocks in all; of packed sequences the most there can be.
@@ -52,7 +54,7 @@ class Spec:
 
     scale: float
     block_size: int
-    window: int
+    window: int | None
     count: int | None
     room: int
     rows: int
@@ -72,7 +74,7 @@ def canonicalise(
     compressed: Any = None,
     kv_lengths: Any = None,
     block_size: int = 64,
-    window_size: int = 0,
+    window_size: Any = 0,
     softmax_scale: Any = None,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form."""
@@ -81,7 +83,8 @@ def canonicalise(
     B, T, H, D = query.shape
     _, S, Hkv, Dv = value.shape
     block_size = static_int("block_size", block_size, 1)
-    window = static_int("window_size", window_size, 0)
+    traced = isinstance(window_size, Tracer)
+    window = None if traced else static_int("window_size", window_size, 0)
     ends, kv_lengths = check_lengths(B, T, S, cu_seqlens, kv_lengths)
     rows = block_rows(S, block_size, ends)
     gates = {"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa}
@@ -92,7 +95,7 @@ def canonicalise(
     if g_swa is not None and window == 0:
         raise ValueError("g_swa weighs the window branch: give window_size, at least 1")
     if g_swa is None and window != 0:
-        raise ValueError(f"window_size={window} is of the window branch: give its gate, g_swa")
+        raise ValueError(f"window_size={window_size} is of the window branch: give its gate, g_swa")
     if block_counts is not None and g_slc is None and block_indices is None:
         raise ValueError("block_counts is of the selected branch: give its gate, g_slc, or block_indices")
     if compressed is not None and g_cmp is None and (g_slc is None or block_indices is not None):
@@ -108,6 +111,7 @@ def canonicalise(
         arrays |= _compressed(compressed, (B, existing), (Hkv, D, Dv), query.dtype, rows)
     arrays["cu_seqlens"] = None if ends is None else ends[None]
     arrays["kv_lengths"] = kv_lengths
+    arrays["window_size"] = int_array("window_size", window_size).reshape(1) if traced else None
     count = counts if isinstance(counts, int) else None
     spec = Spec(scale, block_size, window, count, _most_blocks(counts, rows), rows)
     return Call(spec, {name: x for name, x in arrays.items() if x is not None})
@@ -203,7 +207,8 @@ def branches(call: Call, composite: Composite) -> dict[str, jax.Array]:
     elif selects:
         gated.append((call.get("g_slc"), _selected_branch(call, table, lse, composite)))
     if "g_swa" in call:
-        window = _dense_call(call, table, sliding_window=(call.spec.window - 1, 0))
+        size = call["window_size"][0] if call.spec.window is None else call.spec.window
+        window = _dense_call(call, table, sliding_window=(size - 1, 0))
         gated.append((call["g_swa"], composite.run(FLASH_ATTENTION, window, takes_cfg=False)["out"]))
     padding = table.limits == 0 if "cu_seqlens" in call or "kv_lengths" in call else None
     return {"out": _gated(gated, padding, call["query"].dtype)}

@@ -11,6 +11,7 @@ from ejkernel.checks.options import config_ints
 from ejkernel.kernels.native_sparse.block_table import first_keys
 from ejkernel.kernels.native_sparse.rows import joined_chunks, over_chunks, query_chunks
 from ejkernel.kernels.native_sparse.spec import Dimensions, dimensions
+from ejkernel.kernels.native_sparse.xla_rules import GatheredPairs, float_operands, seen_alike
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
@@ -78,6 +79,7 @@ class _Gathered(NamedTuple):
     value: jax.Array
     seen: jax.Array  # (B, Hkv, C, K * block_size)
     position: jax.Array
+    pairs: GatheredPairs
 
 
 def _gathered(call: Call, source: _Source, rows: Arrays) -> _Gathered:
@@ -85,13 +87,14 @@ def _gathered(call: Call, source: _Source, rows: Arrays) -> _Gathered:
     # that of none is behind the last
     first = first_keys(source.starts, rows["indices"], source.key.shape[2]).swapaxes(1, 2)
     position = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*first.shape[:3], -1)
-    seen = position < rows["limits"][:, None, :, None]
+    pairs = GatheredPairs(call, rows["number"][0], jnp.minimum(position, call["key"].shape[1] - 1))
+    seen = pairs.seen(position < rows["limits"][:, None, :, None])
 
     def visible(x: jax.Array) -> jax.Array:
         # not by a weight of zero: what is hidden may be nan
         return jnp.where(seen[..., None], _gather(x, first, size), 0)
 
-    return _Gathered(visible(source.key), visible(source.value), seen, position)
+    return _Gathered(visible(source.key), visible(source.value), seen, position, pairs)
 
 
 def _by_key_head(x: jax.Array, dims: Dimensions) -> jax.Array:
@@ -110,13 +113,15 @@ _product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.f
 
 
 def _rows(call: Call) -> Arrays:
-    return {"query": call["query"], "indices": call["indices"], "limits": call["limits"]}
+    number = jnp.arange(call["query"].shape[1], dtype=jnp.int32)[None]
+    return {"query": call["query"], "indices": call["indices"], "limits": call["limits"], "number": number}
 
 
 _FILL = {"indices": -1}
 
 
 def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
+    call = seen_alike(call)
     dims, source = dimensions(call), _source(call)
     sinks = call["sinks"] if "sinks" in call else jnp.full((1, dims.H), -jnp.inf)
     sinks = sinks.reshape(-1, dims.Hkv, 1, dims.G)
@@ -124,7 +129,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     def attend(rows: Arrays) -> tuple[jax.Array, jax.Array]:
         gathered = _gathered(call, source, rows)
         logits = call.spec.scale * _product("bhcgd,bhckd->bhcgk", _by_key_head(rows["query"], dims), gathered.key)
-        logits = jnp.where(gathered.seen[:, :, :, None], logits, -jnp.inf)
+        logits = jnp.where(gathered.seen[:, :, :, None], gathered.pairs.scored(logits), -jnp.inf)
         top = jnp.maximum(logits.max(-1), sinks)
         top = jnp.where(jnp.isneginf(top), 0.0, top)
         weights = jnp.exp(logits - top[..., None])
@@ -140,32 +145,36 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
 
 
 def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) -> Arrays:
+    given, call = call, seen_alike(call)
     dims, source = dimensions(call), _source(call)
     lse, delta = row_terms(residuals, cotangents)
     rows = _rows(call) | {"dout": output_cotangent(residuals, cotangents)}
     rows |= {"lse": lse.swapaxes(1, 2), "delta": delta.swapaxes(1, 2)}
 
-    def add(sums: tuple[jax.Array, jax.Array], rows: Arrays) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def add(sums: Arrays, rows: Arrays) -> tuple[Arrays, jax.Array]:
         gathered = _gathered(call, source, rows)
         query, dout = _by_key_head(rows["query"], dims), _by_key_head(rows["dout"], dims)
         lse, delta = (_by_key_head(rows[name][..., None], dims) for name in ("lse", "delta"))
         logits = call.spec.scale * _product("bhcgd,bhckd->bhcgk", query, gathered.key)
         seen = gathered.seen[:, :, :, None]
-        weights = jnp.where(seen, jnp.exp(logits - lse), 0.0)
+        weights = jnp.where(seen, jnp.exp(gathered.pairs.scored(logits) - lse), 0.0)
         dlogits = weights * (_product("bhcgd,bhckd->bhcgk", dout, gathered.value) - delta)
+        dlogits, sums = gathered.pairs.gradients(logits, seen, dlogits, sums)
         dlogits = jnp.where(seen, dlogits, 0.0).astype(query.dtype)
         dquery = call.spec.scale * _product("bhcgk,bhckd->bhcgd", dlogits, gathered.key)
         dkey = call.spec.scale * _product("bhcgk,bhcgd->bhckd", dlogits, query)
         dvalue = _product("bhcgk,bhcgd->bhckd", weights.astype(dout.dtype), dout)
-        return (_scattered(sums[0], gathered, dkey), _scattered(sums[1], gathered, dvalue)), _by_head(dquery)
+        more = {"key": _scattered(sums["key"], gathered, dkey), "value": _scattered(sums["value"], gathered, dvalue)}
+        return sums | more, _by_head(dquery)
 
-    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (source.key, source.value))
-    start = varying_like(start, (call.arrays, cotangents))
+    summed = {"key": source.key, "value": source.value} | float_operands(call)
+    start = varying_like({n: jnp.zeros(x.shape, jnp.float32) for n, x in summed.items()}, (call.arrays, cotangents))
     chunks = query_chunks(rows, min(config.block_q, dims.T), _FILL | {"lse": jnp.inf})
-    (dkey, dvalue), dquery = jax.lax.scan(add, start, chunks)
-    gradients = {"query": joined_chunks(dquery, dims.T), "key": dkey, "value": dvalue}
+    sums, dquery = jax.lax.scan(add, start, chunks)
+    gradients = sums | {"query": joined_chunks(dquery, dims.T)}
     for name in ("key", "value"):
-        gradients[name] = gradients[name][:, :, : dims.S].swapaxes(1, 2)
+        of_heads = sums[name][:, :, : dims.S].swapaxes(1, 2)
+        gradients[name] = of_heads.reshape(*given[name].shape[:3], -1, of_heads.shape[3]).sum(3)
     gradients = {name: x.astype(call[name].dtype) for name, x in gradients.items()}
     return gradients | sink_gradient(call, lse, delta)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ejkernel.kernels.ring.layout import hops_needed
+from ejkernel.kernels.ring.spec import moving
 from ejkernel.kernels.softmax.spec import Band, Dimensions, dimensions
 from ejkernel.ops import Call, Target
 
@@ -68,6 +69,7 @@ class Problem(NamedTuple):
     band: Band = Band()
     chunk: int | None = None
     layout: str = "contiguous"
+    beside: int = 0  # bytes that travel with keys and values: their segments, positions, numbers that functions read
 
     @property
     def hops(self) -> int:
@@ -76,9 +78,9 @@ class Problem(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """Of one device's keys and values."""
+        """Of one device's keys and values, and what goes with them."""
         d = self.dims
-        return d.B * d.S * d.Hkv * (d.D + d.Dv) * self.itemsize
+        return d.B * d.S * d.Hkv * (d.D + d.Dv) * self.itemsize + self.beside
 
     @property
     def tile_flops(self) -> float:
@@ -164,7 +166,9 @@ def choose(call: Call, devices: int) -> Choice:
     d, itemsize = dimensions(call), jax.numpy.dtype(call["query"].dtype).itemsize
     explicit: Any = "q_positions" in call
     band, chunk = (Band(), None) if explicit else (call.spec.band, call.spec.chunk)
-    problem = Problem(d, devices, itemsize, band, chunk, call.spec.layout)
+    columns = {name: x for name, x in moving(call.arrays).items() if name not in ("key", "value")}
+    beside = sum(x.size * x.dtype.itemsize for x in columns.values())
+    problem = Problem(d, devices, itemsize, band, chunk, call.spec.layout, beside)
     chip = chip_of(call.target)
     if devices == 1:
         return Choice("ring", {}, {})

@@ -1,5 +1,6 @@
 """Which tokens a device has: one run of them, or two that balance causal work."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +93,13 @@ def from_zigzag(x: Any, devices: int, axis: int = 1) -> jax.Array:
     pairs = x.reshape(*x.shape[:axis], devices, 2, length // (2 * devices), *x.shape[axis + 1 :])
     first, last = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(x.shape)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def token_indices(layout: str, devices: int, length: int) -> jax.Array:
+    """The index in the sequence of each of its tokens, (1, length) int32, in the order of a layout."""
+    x = jnp.arange(length, dtype=jnp.int32)[None]
+    return x if layout == "contiguous" or devices == 1 else to_zigzag(x, devices)
 
 
 class Hops(NamedTuple):

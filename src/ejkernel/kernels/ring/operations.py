@@ -9,10 +9,9 @@ _REFUSED = ("block pattern", "packed sequences", "unnormalised output")
 
 
 def probes() -> dict[str, Call]:
-    """Those of softmax attention, on one device; it takes no functions."""
+    """Those of softmax attention, on one device."""
     able = {name: call for name, call in softmax.probes().items() if name not in _REFUSED}
-    kept = {name: call for name, call in able.items() if call.spec.rules == (None, None)}
-    return {name: Call(Spec(**vars(call.spec)), call.arrays) for name, call in kept.items()}
+    return {name: Call(Spec(**vars(call.spec)), call.arrays) for name, call in able.items()}
 
 
 RING_ATTENTION = Operation(

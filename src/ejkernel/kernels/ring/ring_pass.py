@@ -25,15 +25,14 @@ from ejkernel.kernels.common.online_softmax import (
     with_sinks,
 )
 from ejkernel.kernels.ring.layout import Hops, Shard, shard_of
-from ejkernel.kernels.ring.spec import Spec
+from ejkernel.kernels.ring.spec import ARRAYS, Spec, moving
 from ejkernel.kernels.softmax.gradients import row_terms, sink_gradient
-from ejkernel.kernels.softmax.spec import ARRAYS, Band
+from ejkernel.kernels.softmax.spec import Band
 from ejkernel.ops import Call
 from ejkernel.ops.autodiff import backward, default_rules, forward
 from ejkernel.ops.operation import Arrays, Plan
 from ejkernel.ops.sharding import varying_like
 
-MOVING = ("key", "value", "kv_positions", "kv_segments")
 # fewer hops are written out; as many, or more, are a loop
 _WRITTEN_OUT = 3
 
@@ -97,8 +96,13 @@ class Meeting(NamedTuple):
         return [(offsets, {name: x[n] for name, x in split.items()}) for n, offsets in enumerate(self.offsets)]
 
 
+def _trained(arrays: Arrays) -> Arrays:
+    """What has gradients that hops make; sinks join the merged sum."""
+    return {name: x for name, x in arrays.items() if ARRAYS[name].grad and name != "sinks"}
+
+
 def meets_in_halves(call: Call) -> bool:
-    """Whether causality with zigzag is all that indices decide, and hops are to make use of it.
+    """Whether causality with zigzag is all that indices decide, but for functions, and hops are to make use of it.
 
     Then no call needs to compare them. At home the tokens are in order. The chunks of another device lie around those
     of this one, or between them: two of the four pairs of chunks are seen, and whole. Either all queries see its first
@@ -123,13 +127,13 @@ class Hop:
     Dropout counts tokens by their index in the sequence, which a seed can only shift: it is done run by run.
     """
 
-    def __init__(self, ring: Ring, arrays: Arrays, moving: Arrays, source: Any, *, home: bool) -> None:
-        T, S = arrays["query"].shape[1], moving["key"].shape[1]
+    def __init__(self, ring: Ring, arrays: Arrays, keys: Arrays, source: Any, *, home: bool) -> None:
+        T, S = arrays["query"].shape[1], keys["key"].shape[1]
         self.queries, self.keys = ring.shard(ring.device(), T), ring.shard(source, S)
         self.dropout, self.halves = ring.spec.dropout > 0, ring.halves and not home
         self.earlier, self.first_column = source < ring.device(), source * S
         self.plan = ring.half_plan if self.halves else ring.plan
-        met = {name: x for name, x in arrays.items() if name != "sinks"} | moving
+        met = {name: x for name, x in arrays.items() if name != "sinks"} | keys
         for name in ("bias", "mask"):
             if name in met and met[name].shape[3] > 1:
                 met[name] = lax.dynamic_slice_in_dim(met[name], self.first_column, S, 3)
@@ -238,34 +242,24 @@ def _absorb(state: OnlineSoftmax, hop: Hop) -> OnlineSoftmax:
     return hop.fold(step, state)
 
 
-def _add(x: jax.Array, more: jax.Array, *at: Any) -> jax.Array:
-    """x with more added from an index on; axes without one start at 0."""
-    at = (*at, *(0 for _ in x.shape[len(at) :]))
-    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, more.shape) + more, at)
-
-
 def _forward_pass(ring: Ring, arrays: Arrays, state: OnlineSoftmax, direction: Direction) -> OnlineSoftmax:
-    moving = _moving(arrays) if direction.first == 0 else ring.sent(_moving(arrays), direction.step)
+    first = moving(arrays) if direction.first == 0 else ring.sent(moving(arrays), direction.step)
 
     def hop(
         carry: tuple[Arrays, OnlineSoftmax], h: Any, last: bool = False
     ) -> tuple[tuple[Arrays, OnlineSoftmax], None]:
-        moving, state = carry
-        sent = moving if last else ring.sent(moving, direction.step)  # while this device computes
-        return (sent, _absorb(state, _hop(ring, arrays, moving, direction, h))), None
+        keys, state = carry
+        sent = keys if last else ring.sent(keys, direction.step)  # while this device computes
+        return (sent, _absorb(state, _hop(ring, arrays, keys, direction, h))), None
 
-    carry = varying_like((moving, state), (arrays, ring.device()))
+    carry = varying_like((first, state), (arrays, ring.device()))
     return direction.loop(hop, carry, ring.halves)[1]
 
 
-def _moving(arrays: Arrays) -> Arrays:
-    return {name: arrays[name] for name in MOVING if name in arrays}
-
-
-def _hop(ring: Ring, arrays: Arrays, moving: Arrays, direction: Direction, h: Any) -> Hop:
+def _hop(ring: Ring, arrays: Arrays, keys: Arrays, direction: Direction, h: Any) -> Hop:
     """What meets after h hops in a direction; 0 at home."""
     source = lax.rem(ring.device() - direction.step * h + ring.devices, jnp.int32(ring.devices))
-    return Hop(ring, arrays, moving, source, home=isinstance(h, int) and h == 0)
+    return Hop(ring, arrays, keys, source, home=isinstance(h, int) and h == 0)
 
 
 def _outputs(ring: Ring, arrays: Arrays) -> Arrays:
@@ -291,49 +285,54 @@ class _Saved(NamedTuple):
     cotangents: Arrays
 
 
-def _sums(arrays: Arrays, names: tuple[str, ...]) -> Arrays:
-    return {name: jnp.zeros(arrays[name].shape, jnp.float32) for name in names if name in arrays}
+def _zeros(arrays: Arrays) -> Arrays:
+    return {name: jnp.zeros(x.shape, jnp.float32) for name, x in arrays.items()}
 
 
 def _hop_gradients(ring: Ring, arrays: Arrays, saved: _Saved, staying: Arrays, hop: Hop):
-    """The gradients of what stays, grown by this hop, and those of the keys and values of this hop."""
+    """The gradients of what stays, grown by this hop, and those of what came with the keys of this hop."""
     assert hop.plan is not None
     plan = hop.plan.gradient or hop.plan
 
-    def step(state: tuple[Arrays, Arrays], met: Meeting) -> tuple[Arrays, Arrays]:
+    def step(sums: Arrays, met: Meeting) -> Arrays:
         residuals, cotangents = ({"out": met.rows(x["out"]), "lse": met.rows(x["lse"], 2)} for x in saved)
         if not ring.spec.with_lse:
             cotangents = {"out": cotangents["out"]}
         gradients = backward(plan, met.arrays, residuals, cotangents)
-        gradients = {name: x.astype(jnp.float32) for name, x in gradients.items()}
-        staying, travelling = state
-        if "bias" in staying:  # whose batch may be 1
-            row = met.offsets[0].query if staying["bias"].shape[2] > 1 else 0
-            column = hop.first_column + met.offsets[0].key if staying["bias"].shape[3] > 1 else 0
-            staying = staying | {"bias": _add(staying["bias"], gradients.pop("bias"), 0, 0, row, column)}
         for offsets, added in met.by_offsets(gradients):
-            travelling = {n: _add(x, added[n], 0, offsets.key) for n, x in travelling.items()}
-            staying = staying | {"query": _add(staying["query"], added["query"], 0, offsets.query)}
-        return staying, travelling
+            sums = {name: _grown(name, x, added[name], offsets, hop.first_column) for name, x in sums.items()}
+        return sums
 
-    travelling = varying_like(_sums(arrays, ("key", "value")), (arrays, ring.device()))
-    return hop.fold(step, (staying, travelling))
+    zeros = varying_like(_zeros(moving(_trained(arrays))), (arrays, ring.device()))
+    sums = hop.fold(step, staying | zeros)
+    return {name: sums[name] for name in staying}, {name: sums[name] for name in zeros}
+
+
+def _grown(name: str, total: jax.Array, more: jax.Array, offsets: Offsets, first_column: Any) -> jax.Array:
+    """A gradient with that of some queries and keys added, where they are in it."""
+    more = more.astype(jnp.float32)
+    if more.shape[0] > total.shape[0]:  # of what had been broadcast along the batch
+        more = more.sum(0, keepdims=True)
+    begins = {"T": offsets.query, "S": offsets.key, "C": first_column + offsets.key}
+    letters = zip(ARRAYS[name].axes, total.shape, strict=True)
+    at = tuple(jnp.int32(begins.get(letter, 0) if size > 1 else 0) for letter, size in letters)
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, more.shape) + more, at)
 
 
 def _backward_pass(ring: Ring, arrays: Arrays, saved: _Saved, staying: Arrays, direction: Direction):
-    """The gradients of what stays, and of this device's keys and values from all who met them in this direction."""
-    moving = _moving(arrays) if direction.first == 0 else ring.sent(_moving(arrays), direction.step)
+    """The gradients of what stays, and of what goes with this device's keys from all who met them in this direction."""
+    first = moving(arrays) if direction.first == 0 else ring.sent(moving(arrays), direction.step)
 
     def hop(carry: tuple[Arrays, Arrays, Arrays], h: Any, last: bool = False):
-        moving, travelling, staying = carry
+        keys, travelling, staying = carry
         # both are sent while this device computes: gradients come one hop behind their keys
-        sent = moving if last else ring.sent(moving, direction.step)
+        sent = keys if last else ring.sent(keys, direction.step)
         nothing_yet = isinstance(h, int) and h == direction.first
         arrived = travelling if nothing_yet else ring.sent(travelling, direction.step)
-        staying, gradients = _hop_gradients(ring, arrays, saved, staying, _hop(ring, arrays, moving, direction, h))
+        staying, gradients = _hop_gradients(ring, arrays, saved, staying, _hop(ring, arrays, keys, direction, h))
         return (sent, {n: arrived[n] + x for n, x in gradients.items()}, staying), None
 
-    start = (moving, _sums(arrays, ("key", "value")), staying)
+    start = (first, _zeros(moving(_trained(arrays))), staying)
     _, travelling, staying = direction.loop(hop, varying_like(start, (arrays, ring.device())), ring.halves)
     return staying, ring.sent(travelling, -direction.step * direction.last)
 
@@ -343,7 +342,8 @@ def _gradients(ring: Ring, arrays: Arrays, residuals: Arrays, cotangents: Arrays
         if plan is not None and plan.no_gradient is not None:
             raise NotImplementedError(f"ring_attention cannot be differentiated: {plan.no_gradient}")
     saved = _Saved(residuals, cotangents)
-    staying, gradients = _sums(arrays, ("query", "bias")), {}
+    trained = _trained(arrays)
+    staying, gradients = _zeros({n: x for n, x in trained.items() if n not in moving(trained)}), {}
     for direction in _directions(ring):
         staying, more = _backward_pass(ring, arrays, saved, staying, direction)
         gradients = {name: gradients[name] + x if name in gradients else x for name, x in more.items()}

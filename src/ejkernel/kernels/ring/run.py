@@ -13,7 +13,7 @@ from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.operations import RING_ATTENTION
 from ejkernel.kernels.ring.ring_pass import indices_decide, meets_in_halves
 from ejkernel.kernels.ring.sharded import HOP, along_length, check_chunks, over_heads
-from ejkernel.kernels.ring.spec import ARRAYS, canonicalise
+from ejkernel.kernels.ring.spec import ARRAYS, Part, canonicalise
 from ejkernel.kernels.softmax.spec import Band, dimensions
 from ejkernel.ops import Call, Shards
 from ejkernel.ops import run as run_operation
@@ -22,6 +22,7 @@ from ejkernel.ops.dispatch import choose as choose_platform
 from ejkernel.ops.operation import Arrays
 from ejkernel.ops.recording import recorder
 from ejkernel.ops.sharding import axes_of, likely_axes, mesh_of, parts, typed_specs
+from ejkernel.ops.target import ambient_mesh
 
 Axes = tuple[str, ...]
 
@@ -37,7 +38,7 @@ def attend(
         raise ValueError(f"axis_name={axis_name!r}: one mesh axis, or two: for a ring and for heads")
     if (devices := _bound(axes)) is not None:
         return _inside(arrays, axes, devices, shards, platform, cfg, options)
-    call = canonicalise(*arrays, **options)
+    call = canonicalise(*arrays, part=Part(_around(arrays[0], axes, shards[0])), **options)
     split = _shards(call, axes, folded_shards(arrays[0].shape, *shards), axis_name)
     if recorder() is not None:
         return call, _recorded(call, _explanation(with_target(call, split), axes, split, platform, cfg))
@@ -52,13 +53,20 @@ def _bound(axes: Axes) -> int | None:
         return None
 
 
+def _around(query: Any, axes: Axes, mesh: Any) -> int:
+    """The devices along the ring's axis of the mesh given, around the call, or of the query; 1 without one."""
+    meshes = (mesh, ambient_mesh(), jax.typeof(query).sharding.mesh if isinstance(query, jax.Array) else None)
+    return next((mesh.shape[axes[0]] for mesh in meshes if mesh is not None and axes[0] in mesh.shape), 1)
+
+
 def _inside(arrays: Any, axes: Axes, devices: int, shards: Any, platform: Any, cfg: Any, options: Any):
     """On the arrays of one device."""
     if any(given is not None for given in shards):
         raise ValueError(
             f"mesh, in_specs and out_specs say nothing inside a shard_map, which splits over {axes} already"
         )
-    call = with_target(canonicalise(*arrays, devices=devices, **options))
+    own = Part(lax.axis_size(axes[0]), devices, lax.axis_index(axes))
+    call = with_target(canonicalise(*arrays, part=own, **options))
     if recorder() is not None:
         sizes = tuple(lax.axis_size(axis) for axis in axes)
         return call, _recorded(call, _explained(call, sizes, axes, platform, cfg))

@@ -11,7 +11,7 @@ from ejkernel.kernels.common.dropout import moved
 from ejkernel.kernels.ring.cost import choose
 from ejkernel.kernels.ring.layout import from_zigzag, hops_needed, shard_of, to_zigzag
 from ejkernel.kernels.ring.ring_pass import Hop, Ring, indices_decide, meets_in_halves, ring_pass
-from ejkernel.kernels.ring.spec import ARRAYS, OUTPUTS
+from ejkernel.kernels.ring.spec import ARRAYS, OUTPUTS, moving
 from ejkernel.kernels.softmax.operations import FLASH_ATTENTION
 from ejkernel.kernels.softmax.spec import Band, Spec, dimensions
 from ejkernel.ops import Call, Dims
@@ -79,15 +79,11 @@ def by_ring(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     ring = Ring(spec, axes, devices, hops, meets_in_halves(call))
 
     def plan(softmax: Spec, home: bool) -> Plan:
-        met = Hop(ring, arrays, {name: x for name, x in arrays.items() if _moves(name)}, ring.device(), home=home)
+        met = Hop(ring, arrays, moving(arrays), ring.device(), home=home)
         return run.plan(Call(softmax, met.meeting(0).arrays, call.target))
 
     half_plan = plan(replace(spec.softmax, band=Band()), False) if ring.halves else None
     return ring_pass(replace(ring, plan=plan(spec.softmax, True), half_plan=half_plan), arrays)
-
-
-def _moves(name: str) -> bool:
-    return "S" in ARRAYS[name].axes
 
 
 # All keys on a device ---------------------------------------------------------------------------------------
@@ -96,8 +92,10 @@ def _moves(name: str) -> bool:
 def with_all_keys(call: Call, axes: tuple[str, ...], run: LocalRun) -> Arrays:
     """Keys of all devices are gathered; in the backward their gradients are summed where they belong."""
     spec, devices = call.spec, lax.axis_size(axes)
-    arrays = {n: lax.all_gather(x, axes, axis=1, tiled=True) if _moves(n) else x for n, x in call.arrays.items()}
-    arrays = _ordered(arrays, "SC", spec.layout, devices)
+    gathered = {
+        n: lax.all_gather(x, axes, axis=ARRAYS[n].axes.index("S"), tiled=True) for n, x in moving(call.arrays).items()
+    }
+    arrays = _ordered(call.arrays | gathered, "SC", spec.layout, devices)
     t, S = arrays["query"].shape[1], arrays["key"].shape[1]
     mine = shard_of(spec.layout, lax.axis_index(axes), devices, t)
     if indices_decide(spec) and "q_positions" not in arrays:

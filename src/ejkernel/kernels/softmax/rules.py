@@ -157,7 +157,7 @@ def whole_operands(arrays: dict[str, Any]) -> TileOperands:
         lambda name, n: arrays[name][:, :, n, None, None],
         lambda name, n: arrays[name][:, :, n, :, None],
         lambda name, n: arrays[name][:, :, n, None, :],
-        lambda name: arrays[name],
+        lambda name: _PerHead(arrays[name], 2),
     )
 
 
@@ -182,20 +182,21 @@ def at_keys(arrays: dict[str, Any], keys: jax.Array) -> TileOperands:
         lambda name, n: arrays[name][:, :, n, None],
         lambda name, n: arrays[name][:, :, n],
         column,
-        lambda name: _PerHead(arrays[name]),
+        lambda name: _PerHead(arrays[name], 1),
     )
 
 
 class _PerHead:
-    """A table (B|1, H|1, n) that is read at indices (B, H, T)."""
+    """A table (B|1, H|1, n) that is read at indices of which so many dimensions are behind batch and head."""
 
-    def __init__(self, table: Any):
-        self.table = table
+    def __init__(self, table: Any, behind: int):
+        self.table, self.behind = table, behind
 
     def __getitem__(self, at: tuple[Any, Any]) -> Any:
-        index = jnp.asarray(at[1])
-        table = jnp.broadcast_to(self.table, (*index.shape[:2], self.table.shape[-1]))
-        return jnp.take_along_axis(table, index, axis=-1)
+        b, h = (
+            jnp.arange(n).reshape(-1, *[1] * (self.behind + 1 - axis)) for axis, n in enumerate(self.table.shape[:2])
+        )
+        return self.table[b, h, at[1]]
 
 
 def recognised_cap(expression: Expression) -> float | None:

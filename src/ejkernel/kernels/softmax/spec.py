@@ -90,6 +90,28 @@ class Spec:
     rules: Rules = Rules()
 
 
+class Indices(NamedTuple):
+    """What functions know tokens by, where that is not their index in the row: int32 (1, T) and (1, S).
+
+    Attributes:
+        q, k: the indices.
+        whole: how many queries and keys the sequence has that the row is a part of, or has in another order; None where
+            the indices are those in packed sequences.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    whole: tuple[int, int] | None = None
+
+    def counted(self, rule: Rule) -> Rule:
+        """A rule of the sequence, and of arrays of the sequence."""
+        return with_indices(rule, self.q, self.k)
+
+    def placed(self, rule: Rule | None) -> Rule | None:
+        """A rule of the row, in which arrays are the row's: indices that it computes with are the sequence's."""
+        return rule if rule is None or self.whole is None else with_indices(rule, self.q, self.k, of_tokens=True)
+
+
 class Dimensions(NamedTuple):
     """The sizes of a call, by their letters."""
 
@@ -136,16 +158,20 @@ def canonicalise(
     score_fn: Any = None,
     alibi_slopes: Any = None,
     names: Mapping[str, str] = MappingProxyType({}),
+    indices: Indices | None = None,
 ) -> Call:
     """Check everything about a call and bring it to its one canonical form.
 
-    `names` are those that errors use for arguments which the caller knows by another.
+    `names` are those that errors use for arguments which the caller knows by another; `indices` are for tokens that are
+    a part of a sequence.
     """
     query, key, value, batch, dims = checked_tokens(query, key, value)
     offsets = _packed_offsets(dims, cum_seqlens_q, cum_seqlens_k)
     mask = _combined_mask(dims, mask_info, offsets)
+    if offsets and (mask_fn is not None or score_fn is not None):
+        indices = _packed_indices(offsets, dims)
     if mask_fn is not None:
-        mask &= _function_mask(mask, rules.mask_rule(mask_fn), offsets, dims)
+        mask &= _function_mask(rules.mask_rule(mask_fn), indices, dims)
     called = dict(zip(_RENAMED, _RENAMED, strict=True)) | {**names}
     query, scale = with_static_scale(called["softmax_scale"], query, softmax_scale)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -162,12 +188,15 @@ def canonicalise(
             raise ValueError(f"{called['dropout_prob']}={dropout} needs {called['dropout_seed']}")
         arrays["dropout_seeds"] = head_seeds(_seed(called["dropout_seed"], dropout_seed), dims.B, dims.H)
     cap, cap_rule = _soft_cap(logits_soft_cap)
-    band, window_rule = _window(sliding_window, dims, mask)
-    called_score = None if score_fn is None else counted_in(rules.score_rule(score_fn), offsets, dims)
-    scores = rules.composed(called_score, rules.composed(_alibi(alibi_slopes, dims, mask, offsets), cap_rule))
+    away = _distance(mask, dims, indices)
+    band, window_rule = _window(sliding_window, away)
+    called_score = None if score_fn is None else _counted(rules.score_rule(score_fn), indices)
+    scores = rules.composed(called_score, rules.composed(_alibi(alibi_slopes, dims, away, offsets), cap_rule))
     if cap is None and scores is not None and (known := recognised_cap(scores.expression)) is not None:
         cap, scores = known, None
     seen = rules.conjunction(mask.rule, window_rule)
+    if indices is not None:
+        seen, scores = indices.placed(seen), indices.placed(scores)
     bound, operands = rules.bound_rules(seen, scores, Sizes(dims.B, dims.H, dims.T, dims.S))
     arrays |= operands
     spec = Spec(
@@ -302,25 +331,37 @@ def _key_bits(key: jax.Array) -> jax.Array:
 # Functions, and options that are traced ---------------------------------------------------------------------
 
 
-def _function_mask(mask: MaskInfo, rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> MaskInfo:
-    """What a function shows, whose indices count inside each packed sequence where there are such."""
+def _function_mask(rule: Rule, indices: Indices | None, dims: Dimensions) -> MaskInfo:
+    """What a function shows of the tokens in the row."""
     plain = MaskInfo(q_len=dims.T, kv_len=dims.S)
-    if not offsets:
+    if indices is None:
         return plain.recognised(rule)
-    if offsets["kv_offsets"] is not None:
-        return dataclasses.replace(plain, rule=counted_in(rule, offsets, dims))
-    # within a sequence, differences of indices are those in the row
-    found = plain.recognised(rule, differences_alone=True)
-    return found if found.rule is None else dataclasses.replace(found, rule=counted_in(found.rule, offsets, dims))
+    if indices.whole is not None:
+        found = MaskInfo(*indices.whole).recognised(rule)
+    elif indices.k is indices.q:  # within a sequence, differences of indices are those in the row
+        found = plain.recognised(rule, differences_alone=True)
+    else:
+        found = dataclasses.replace(plain, rule=rule)
+    taken: dict[str, Any] = {"q_len": dims.T, "kv_len": dims.S, "rule": found.rule and indices.counted(found.rule)}
+    if found.q_ids is not None:
+        taken |= {"q_ids": _entries(found.q_ids, indices.q), "kv_ids": _entries(found.kv_ids, indices.k)}
+    return dataclasses.replace(found, **taken)
 
 
-def counted_in(rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> Rule:
-    """The rule with indices that count inside each packed sequence where there are such."""
-    if not offsets:
-        return rule
+@jax.jit
+def _entries(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Of each row of x the entries at indices (1, n)."""
+    return x[:, index[0]]
+
+
+def _counted(rule: Rule, indices: Indices | None) -> Rule:
+    return rule if indices is None else indices.counted(rule)
+
+
+def _packed_indices(offsets: dict[str, Any], dims: Dimensions) -> Indices:
+    """Those inside each packed sequence."""
     q = token_positions(offsets["q_offsets"], dims.T)
-    k = q if offsets["kv_offsets"] is None else token_positions(offsets["kv_offsets"], dims.S)
-    return with_indices(rule, q, k)
+    return Indices(q, q if offsets["kv_offsets"] is None else token_positions(offsets["kv_offsets"], dims.S))
 
 
 @partial(jax.jit, static_argnums=1)
@@ -345,13 +386,14 @@ def _soft_cap(cap: Any) -> tuple[float | None, Rule | None]:
     return None, Rule(by * apply("tanh", score() / by), (value[None],))
 
 
-def _distance(mask: MaskInfo, dims: Dimensions) -> Rule:
+def _distance(mask: MaskInfo, dims: Dimensions, indices: Indices | None) -> Rule:
     """Of a key from a query, in positions."""
     mask = mask.canonical()
-    return distance(mask.q_pos, mask.kv_pos, dims.S - dims.T)
+    T, S = (dims.T, dims.S) if indices is None or indices.whole is None else indices.whole
+    return distance(mask.q_pos, mask.kv_pos, S - T)
 
 
-def _alibi(slopes: Any, dims: Dimensions, mask: MaskInfo, offsets: dict[str, Any]) -> Rule | None:
+def _alibi(slopes: Any, dims: Dimensions, away: Rule, offsets: dict[str, Any]) -> Rule | None:
     """`-slope * |distance|`, of positions as causality has them."""
     if slopes is None:
         return None
@@ -360,7 +402,6 @@ def _alibi(slopes: Any, dims: Dimensions, mask: MaskInfo, offsets: dict[str, Any
     if x.shape not in ((dims.H,), (1, dims.H), (rows, dims.H)):
         each = f"({rows}, {dims.H}), by sequence" if offsets else f"(batch, {dims.H})"
         raise ValueError(f"alibi_slopes {x.shape} must be ({dims.H},) or {each}")
-    away = _distance(mask, dims)
     index: tuple[Expression, ...] = (B, H)
     x = x.reshape(-1, dims.H)
     if offsets and x.shape[0] > 1:  # of each query, by its sequence
@@ -375,19 +416,18 @@ def _slopes_of_tokens(slopes: jax.Array, offsets: jax.Array, length: int) -> jax
     return slopes[token_sequences(offsets, length)].T[None]
 
 
-def _window(sliding_window: Any, dims: Dimensions, mask: MaskInfo) -> tuple[Band, Rule | None]:
-    """A known window as a band, and a traced one as a rule."""
+def _window(sliding_window: Any, away: Rule) -> tuple[Band, Rule | None]:
+    """A known window as a band, and a traced one as a rule of the distance of keys."""
     pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
     if len(pair) != 2 or not any(isinstance(x, Tracer) for x in pair):
         return window_band(sliding_window), None
-    rule = _distance(mask, dims)  # of key from query
-    seen, arrays = TRUE, rule.arrays
+    seen, arrays = TRUE, away.arrays
     for x, left in zip(pair, (True, False), strict=True):
         if isinstance(x, Tracer):
             if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
                 raise TypeError(f"sliding_window must hold integers, got {x.dtype} of shape {x.shape}")
             width = load(len(arrays), (B,), INT)
-            seen &= rule.expression >= -width if left else rule.expression <= width
+            seen &= away.expression >= -width if left else away.expression <= width
             arrays = (*arrays, x.astype(jnp.int32)[None])
     return window_band(tuple(None if isinstance(x, Tracer) else x for x in pair)), Rule(seen, arrays)
 

@@ -58,6 +58,8 @@ def unsupported(call: Call) -> list[str]:
     limits = {
         f"head_dim {max(dims.D, dims.Dv)}: at most 256": max(dims.D, dims.Dv) > 256,
         f"{dims.G} query heads to a key head: at most 128": dims.G > 128,
+        f"a mask function: {call.spec.rules.mask}": call.spec.rules.mask is not None,
+        f"a score function: {call.spec.rules.score}": call.spec.rules.score is not None,
         f"{call.target.arch}: needs sm_80 or newer": call.target.backend == "gpu" and call.target.capability < 80,
     }
     return [reason for reason, holds in limits.items() if holds]
