@@ -29,7 +29,7 @@ def gated(D, **options):
 
 
 def test_vmem_of_a_plain_call_by_hand():
-    need = pallas_tpu.vmem_bytes(_struct_call(D=128, Dv=128).on(TARGETS["v5e"]), pallas_tpu.Config(128))
+    need = pallas_tpu.LINEAR.vmem_bytes(_struct_call(D=128, Dv=128).on(TARGETS["v5e"]), pallas_tpu.Config(128))
     square = 128 * 128
     copied = 2 * (4 * 2 * square + 4 * 2 * square)  # tokens, matrices
     assert need == copied + 4 * square + 4 * square * (8 + 4 + 3)
@@ -40,9 +40,9 @@ def test_vmem_of_a_plain_call_by_hand():
 @pytest.mark.parametrize("chip", TARGETS)
 def test_defaults_fit_and_fill_the_matrix_unit(chip, D, dtype):
     call = gated(D, T=8192, dtype=dtype).on(TARGETS[chip])
-    config = pallas_tpu.default_config(call)
-    assert pallas_tpu.unsupported(call) == []
-    assert pallas_tpu.vmem_bytes(call, config) <= chip_of(call.target).vmem_budget
+    config = pallas_tpu.LINEAR.default_config(call)
+    assert pallas_tpu.LINEAR.unsupported(call) == []
+    assert pallas_tpu.LINEAR.vmem_bytes(call, config) <= chip_of(call.target).vmem_budget
     assert config.chunk == 128 or (chip == "v4" and D == 512)
 
 
@@ -55,14 +55,14 @@ def test_what_does_not_fit_is_refused_with_its_size():
 
 def test_chunks_of_packed_sequences_must_fit_scalar_memory():
     call = _struct_call(B=1, T=2**20, cu_seqlens=lambda: jnp.zeros(3, jnp.int32)).on(TARGETS["v5e"])
-    assert "scalar memory" in " ".join(pallas_tpu.unsupported_config(call, pallas_tpu.Config(16)))
-    assert pallas_tpu.unsupported(call) == []
+    assert "scalar memory" in " ".join(pallas_tpu.LINEAR.unsupported_config(call, pallas_tpu.Config(16)))
+    assert pallas_tpu.LINEAR.unsupported(call) == []
 
 
 @pytest.mark.parametrize(("T", "N", "chunk"), [(1, 1, 16), (20, 1, 32), (4096, 1, 128), (4096, 256, 16)])
 def test_chunks_are_no_longer_than_sequences(T, N, chunk):
     packed = {"cu_seqlens": lambda: jnp.zeros(N + 1, jnp.int32)} if N > 1 else {}
-    assert pallas_tpu.default_config(_struct_call(B=1, T=T, **packed).on(TARGETS["v5e"])).chunk == chunk
+    assert pallas_tpu.LINEAR.default_config(_struct_call(B=1, T=T, **packed).on(TARGETS["v5e"])).chunk == chunk
 
 
 @pytest.mark.parametrize("chunk", [8, 48, 64.0])

@@ -75,8 +75,8 @@ def test_compiles_in_the_memory_that_is_reckoned(chip, name, tpu_devices, monkey
     options = (CASES | OTHERS)[name]
     mesh = Mesh(np.array(tpu_devices(TOPOLOGIES[chip])[:1]), ("x",))
     call = call_of(options).on(describe_device(mesh.devices[0]))
-    assert pallas_tpu.unsupported(call) == []
-    config = pallas_tpu.default_config(call)
+    assert pallas_tpu.LINEAR.unsupported(call) == []
+    config = pallas_tpu.LINEAR.default_config(call)
 
     def both(arrays):
         mine = replace(call, arrays=arrays)
@@ -85,7 +85,7 @@ def test_compiles_in_the_memory_that_is_reckoned(chip, name, tpu_devices, monkey
 
     sharding = NamedSharding(mesh, PartitionSpec())
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in call.arrays.items()}
-    reckoned = replace(CHIPS[call.target.kind], vmem_bytes=pallas_tpu.vmem_bytes(call, config) * 8 // 7)
+    reckoned = replace(CHIPS[call.target.kind], vmem_bytes=pallas_tpu.LINEAR.vmem_bytes(call, config) * 8 // 7)
     monkeypatch.setitem(CHIPS, call.target.kind, reckoned)
     text = jax.jit(both).lower(structs).compile().as_text()
     kernels = re.findall(r"linear_scan_kernel(?:\.\d+)? = .*custom-call.*", text)

@@ -34,8 +34,8 @@ SCANS = {
 
 def scans(call):
     """How many the lowered forward and backward of a call have."""
-    assert pallas_tpu.unsupported(call) == []
-    config = pallas_tpu.default_config(call)
+    assert pallas_tpu.LINEAR.unsupported(call) == []
+    config = pallas_tpu.LINEAR.default_config(call)
 
     def both(arrays):
         mine = replace(call, arrays=arrays)

@@ -54,3 +54,11 @@ def sequence_of_tokens(call: Call, B: int, T: int) -> jax.Array:
         return jnp.where(token < cu[-1], jnp.searchsorted(cu, token, side="right") - 1, -1)
 
     return jnp.broadcast_to(jax.vmap(one)(call["cu_seqlens"]), (B, T))
+
+
+def without_padding(call: Call, x: jax.Array) -> jax.Array:
+    """(B, T, ...) with zeros behind packed sequences."""
+    if "cu_seqlens" not in call:
+        return x
+    sequence = sequence_of_tokens(call, *x.shape[:2])
+    return jnp.where(sequence.reshape(*sequence.shape, *(1,) * (x.ndim - 2)) >= 0, x, jnp.zeros((), x.dtype))

@@ -62,6 +62,10 @@ class Scan:
         minuend: products of another scan; then the result is instead the sum along this scan of those minus this one's
             products, float32 or, with `outer`, perhaps in its dtype: it is the gradient of that.
         sums_start: what that sum starts with, (B, N, H, C) or (B, N, H); zero if None.
+        erase: (B, T, H, A): with these a token reads what is there before it, of the state and of earlier tokens, and
+            writes c less that: the delta rule. Not with `outer`. For TPUs alone.
+        with_written: whether that is wanted.
+        strict: whether the output is to lack what a token gives itself. For TPUs alone.
     """
 
     a: jax.Array
@@ -82,6 +86,9 @@ class Scan:
     factor: jax.Array | None = None
     minuend: jax.Array | None = None
     sums_start: jax.Array | None = None
+    erase: jax.Array | None = None
+    with_written: bool = False
+    strict: bool = False
 
     @property
     def sequences(self) -> int:
@@ -97,12 +104,14 @@ class Scan:
 class ScanResult(NamedTuple):
     """What comes of a scan: `out` (B, T, H, C) in the dtype of c, `state` (B, N, H, A, C) float32, `products`.
 
-    Padding behind the last packed sequence is zero in all. What was not wanted is None.
+    `written` has the shape and dtype of `out`. Padding behind the last packed sequence is zero in all. What was not
+    wanted is None.
     """
 
     out: jax.Array | None
     state: jax.Array | None
     products: jax.Array | None
+    written: jax.Array | None = None
 
     @classmethod
     def wanted(cls, scan: Scan, out: Any, state: Any, products: Any) -> "ScanResult":
@@ -176,9 +185,9 @@ def _of_query_and_key(
         dquery, dout = jnp.zeros_like(q), jnp.zeros_like(v)
         minuend = jnp.zeros(k.shape if outer is not None else k.shape[:3], jnp.float32) if gates else None
     else:
-        of_query = replace(primal, a=dout, b=v, c=k, inner=inner, outer=outer, start=_transposed(primal.start))
+        of_query = replace(primal, a=dout, b=v, c=k, inner=inner, outer=outer, start=transposed_state(primal.start))
         dquery, _, minuend = run_scan(replace(of_query, with_out=True, with_state=False, factor=q if gates else None))
-    of_key = replace(reverse, a=v, b=dout, c=q, inner=inner, outer=outer, start=_transposed(reverse.start))
+    of_key = replace(reverse, a=v, b=dout, c=q, inner=inner, outer=outer, start=transposed_state(reverse.start))
     if gates:
         sums_start = None if sums_start is None else sums_start.sum(-1 if outer is not None else (-2, -1))
         of_key = replace(of_key, factor=k, minuend=minuend, sums_start=sums_start)
@@ -211,7 +220,7 @@ def _given(**arrays: jax.Array | None) -> Arrays:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _transposed(state: jax.Array | None) -> jax.Array | None:
+def transposed_state(state: jax.Array | None) -> jax.Array | None:
     return None if state is None else state.mT
 
 

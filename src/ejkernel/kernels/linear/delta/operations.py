@@ -17,6 +17,7 @@ from ejkernel.ops.operation import Arrays, random_arrays
 IMPLEMENTATIONS = {
     "xla": "ejkernel.kernels.linear.delta.xla",
     "triton": "ejkernel.kernels.linear.delta.triton",
+    "pallas": {"tpu": "ejkernel.kernels.linear.delta.pallas_tpu"},
 }
 
 

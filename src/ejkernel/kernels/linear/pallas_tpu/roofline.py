@@ -34,9 +34,9 @@ def table(batch: int = 8, length: int = 2048, width: int = 2048) -> str:
     lines = ["| chip | D | decays | chunk | VMEM, MiB | forward | dv | dq | dk | all |", "| --- " * 10 + "|"]
     for (kind, chip), dim, decay in product(CHIPS.items(), HEAD_DIMS, ("head", "channel")):
         call = _call(batch, length, width // dim, dim, decay, kind)
-        config = pallas_tpu.default_config(call)
+        config = pallas_tpu.LINEAR.default_config(call)
         times = [1e3 * cost.seconds(chip) for cost in costs(pallas_tpu.IMPLEMENTATION, call, config)]
-        vmem = pallas_tpu.vmem_bytes(call, config) / MIB
+        vmem = pallas_tpu.LINEAR.vmem_bytes(call, config) / MIB
         cells = [chip.name, str(dim), decay, str(config.chunk), f"{vmem:.1f}"]
         lines.append("| " + " | ".join([*cells, *(f"{time:.2f}" for time in (*times, sum(times)))]) + " |")
     return "\n".join(lines)

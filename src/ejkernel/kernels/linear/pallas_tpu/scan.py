@@ -7,7 +7,7 @@ Packed sequences are brought into whole chunks around the kernel, and tables in 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -122,6 +122,7 @@ class ScanKernel:
         operands = {"matrices": (jnp.asarray(stack, jnp.bfloat16), pl.BlockSpec(stack.shape, lambda *_: (0, 0, 0)))}
         given = {"b": scan.b, "c": scan.c, "inner": scan.inner, "outer": scan.outer, "factor": scan.factor}
         given |= {"a": scan.a} if self.computes else {}
+        given["erase"] = scan.erase
         given |= {"minuend": scan.minuend} if scan.outer is not None else {}
         for name, x in given.items():
             if x is not None:
@@ -145,6 +146,8 @@ class ScanKernel:
         outputs: dict[str, Output] = {}
         if scan.with_out:
             outputs["out"] = jax.ShapeDtypeStruct((B, H, length, C), self.dtype), self.token_blocks(C)
+        if scan.with_written:
+            outputs["written"] = jax.ShapeDtypeStruct((B, H, length, C), self.dtype), self.token_blocks(C)
         if scan.with_state:
             shape = (B, self.layout.sequences, H, A, C)
             outputs["state"] = jax.ShapeDtypeStruct(shape, jnp.float32), self.sequence_blocks(A, C)
@@ -169,7 +172,8 @@ class ScanKernel:
         copied = sum(tile_bytes(spec.block_shape, x.dtype) for x, spec in blocks)
         kept = sum(tile_bytes(shape, jnp.float32) for shape in self.scratch().values())
         W, L = max(LANES, *self.widths), self.size
-        values = 4 * L * W * 8 + 4 * L * max(L, LANES) * 4 + 4 * W * W * (5 if self.scan.tangent else 3)
+        pairs = 4 if self.scan.erase is None else 8
+        values = 4 * L * W * 8 + 4 * L * max(L, LANES) * pairs + 4 * W * W * (5 if self.scan.tangent else 3)
         return 2 * copied + kept + values * (3 if self.dtype == jnp.float32 else 2) // 2
 
     def cost(self, arrays: dict[str, Operand], outputs: dict[str, Output]) -> pl.CostEstimate:
@@ -255,10 +259,15 @@ class ScanKernel:
     def _step(self, arrays: Any, outs: Any, scratch: Any, tokens: Any, gamma: Any) -> None:
         tile = Tile(self.chunk, self._values(arrays, tokens), arrays["matrices"], tokens, gamma)
         state, tangent = scratch["state"][...], scratch["tangent"][...] if self.scan.tangent else None
+        if self.scan.erase is not None:
+            written = tile.operand(tile.written(state))
+            tile = replace(tile, arrays=tile.arrays | {"c": written})
+            if self.scan.with_written:
+                outs["written"][...] = written.astype(self.dtype)
         if self.computes:
             others, diagonal = tile.out(state, tangent)
             if self.scan.with_out:
-                outs["out"][...] = (others + diagonal).astype(self.dtype)
+                outs["out"][...] = (others if self.scan.strict else others + diagonal).astype(self.dtype)
             if self.scan.factor is not None:
                 self._products(tile, others, outs, scratch)
         scratch["state"][...] = tile.next_state(state)

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.common.pallas_tpu import transposed
 from ejkernel.kernels.common.tiles import matmul
 from ejkernel.kernels.linear import chunks
+from ejkernel.kernels.linear.pallas_tpu.inverse import unit_lower_inverse
 
 # rows of a product of which one is wanted: a tile of bfloat16 has so many
 ROWS = 16
@@ -148,6 +150,17 @@ class Tile:
         return self.operand(x.astype(jnp.float32) * factor)
 
     # A chunk -----------------------------------------------------------------------------------------------------
+
+    def written(self, state: jax.Array) -> jax.Array:
+        """(L, C): what the tokens write once each has erased what its key held, of the state and of those before it."""
+        erase = replace(self, arrays=self.arrays | {"a": self.arrays["erase"]})
+        held = self.dot(erase._decayed(erase.arrays["a"], "to_start", "inner", heads=True), self.operand(state), (1, 0))
+        lower, left = erase._scores(), self.arrays["c"].astype(jnp.float32) - held
+        if self.chunk.descending:  # the order of the scan is the other way
+            inverse = transposed(unit_lower_inverse(transposed(lower)))
+        else:
+            inverse = unit_lower_inverse(lower)
+        return self.dot(self.operand(inverse), self.operand(left), (1, 0))
 
     def out(self, state: jax.Array, tangent: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """What the tokens get from those before them, and from themselves: (L, C) each.

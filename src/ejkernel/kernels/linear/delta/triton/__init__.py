@@ -8,11 +8,10 @@ what meets the state.
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.linear.delta.triton.config import Config, default_config, search_space, unsupported
-from ejkernel.kernels.linear.reference import sequence_of_tokens
+from ejkernel.kernels.linear.reference import without_padding
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 
@@ -29,7 +28,7 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         prepared = launches.prepare()
         out, state, *_ = launches.forward(prepared)
         kept = {name: x for name, x in prepared._asdict().items() if name in KEPT and "gk" not in call}
-    outputs = {"out": _without_padding(call, out)} if call.spec.with_out else {}
+    outputs = {"out": without_padding(call, out)} if call.spec.with_out else {}
     return outputs | ({"state": state} if call.spec.with_state else {}), kept
 
 
@@ -42,16 +41,8 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, config: Config) 
     _, _, states, written = launches.forward(prepared, with_states=True)
     drest, dstates, dstart = launches.backward(prepared, dout, cotangents.get("state"))
     gradients = launches.gradients(dout, written, drest, states, dstates)
-    gradients = {name: _without_padding(call, x) for name, x in gradients.items()}
+    gradients = {name: without_padding(call, x) for name, x in gradients.items()}
     return gradients | ({"initial_state": dstart} if "initial_state" in call else {})
-
-
-def _without_padding(call: Call, x: jax.Array) -> jax.Array:
-    """(B, T, ...) with zeros behind packed sequences, where no program has been."""
-    if "cu_seqlens" not in call:
-        return x
-    sequence = sequence_of_tokens(call, *x.shape[:2])
-    return jnp.where(sequence.reshape(*sequence.shape, *(1,) * (x.ndim - 2)) >= 0, x, jnp.zeros((), x.dtype))
 
 
 IMPLEMENTATION = Implementation(
