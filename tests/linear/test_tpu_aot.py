@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.kernels.common.pallas_tpu import CHIPS
 from ejkernel.kernels.linear import pallas_tpu
+from ejkernel.kernels.linear.delta.operations import _struct_call as delta_call
+from ejkernel.kernels.linear.delta.pallas_tpu import DELTA_RULE
 from ejkernel.kernels.linear.operations import _struct_call
 from ejkernel.ops.target import describe_device
 
@@ -71,23 +73,51 @@ on_chips = pytest.mark.parametrize(
 
 @on_chips
 def test_compiles_in_the_memory_that_is_reckoned(chip, name, tpu_devices, monkeypatch):
-    """The forward and backward of a call: a kernel may use no more. Given more, the compiler takes more."""
-    options = (CASES | OTHERS)[name]
-    mesh = Mesh(np.array(tpu_devices(TOPOLOGIES[chip])[:1]), ("x",))
-    call = call_of(options).on(describe_device(mesh.devices[0]))
-    assert pallas_tpu.LINEAR.unsupported(call) == []
-    config = pallas_tpu.LINEAR.default_config(call)
+    """A kernel may use no more. Given more, the compiler takes more."""
+    call = call_of((CASES | OTHERS)[name])
+    tangent = "g_gamma" in call and not call.spec.constant_gamma
+    kernels = kernels_of(call, pallas_tpu.LINEAR, tpu_devices(TOPOLOGIES[chip])[0], monkeypatch)
+    assert len(kernels) == 4 + ("gv" in call) + tangent
+
+
+DELTA = {
+    "grouped": {"H": 4},
+    "channels": {"g": lambda: jnp.zeros((2, 512, 2, 128))},
+    "D96-Dv192-float32": {"D": 96, "Dv": 192, "dtype": "float32"},
+    "packed": {"B": 1, "cu_seqlens": lambda: jnp.zeros(6, jnp.int32), "return_state": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [
+        pytest.param(chip, name, marks=[pytest.mark.tpu_aot_more] * ((chip, name) != ("v4", "channels")))
+        for chip in TOPOLOGIES
+        for name in DELTA
+    ],
+)
+def test_the_delta_rule_compiles(chip, name, tpu_devices, monkeypatch):
+    options = {"B": 2, "T": 512, "H": 2, "D": 128, "Dv": 128} | DELTA[name]
+    of_tokens = {n: lambda: jnp.zeros((options["B"], 512, options["H"])) for n in ("g", "beta")}
+    call = delta_call(**of_tokens | options)
+    assert len(kernels_of(call, DELTA_RULE, tpu_devices(TOPOLOGIES[chip])[0], monkeypatch)) == 7
+
+
+def kernels_of(call, scans, device, monkeypatch):
+    """The kernels of a forward and backward, compiled in the memory that is reckoned for them."""
+    mesh = Mesh(np.array([device]), ("x",))
+    call = call.on(describe_device(device))
+    assert scans.unsupported(call) == []
+    config = scans.default_config(call)
 
     def both(arrays):
         mine = replace(call, arrays=arrays)
-        outputs, residuals = pallas_tpu.IMPLEMENTATION.forward(mine, config)
-        return outputs, pallas_tpu.IMPLEMENTATION.backward(mine, residuals, outputs, config)
+        outputs, residuals = scans.forward(mine, config)
+        return outputs, scans.backward(mine, residuals, outputs, config)
 
     sharding = NamedSharding(mesh, PartitionSpec())
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in call.arrays.items()}
-    reckoned = replace(CHIPS[call.target.kind], vmem_bytes=pallas_tpu.LINEAR.vmem_bytes(call, config) * 8 // 7)
+    reckoned = replace(CHIPS[call.target.kind], vmem_bytes=scans.vmem_bytes(call, config) * 8 // 7)
     monkeypatch.setitem(CHIPS, call.target.kind, reckoned)
     text = jax.jit(both).lower(structs).compile().as_text()
-    kernels = re.findall(r"linear_scan_kernel(?:\.\d+)? = .*custom-call.*", text)
-    tangent = "g_gamma" in call and not call.spec.constant_gamma
-    assert len(kernels) == 4 + ("gv" in call) + tangent
+    return re.findall(r"linear_scan_kernel(?:\.\d+)? = .*custom-call.*", text)

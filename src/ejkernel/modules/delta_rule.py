@@ -73,7 +73,7 @@ def gated_delta_rule(
         softmax_scale: of the output; default `D ** -0.5`. A number is part of the program and may not be 0; one that is
             traced is multiplied into the queries, and has a gradient.
         return_state: also return the state after the last token.
-        platform: `None` or `"auto"`, `"xla"`, `"triton"`.
+        platform: `None` or `"auto"`, `"xla"`, `"triton"`, `"pallas"`.
         cfg: the platform's `Config`, or a dict of its fields.
         mesh: devices to split batch and heads over, with `in_specs`, and the length too; alone, the device it is
             compiled for.

@@ -5,7 +5,7 @@ VMEM in bytes, for chunks of L tokens and W channels, the larger of both dimensi
     blocks    of every array, as the scan asks for them, whole tiles; twice, for the pipeline copies one meanwhile
     scratch   as the scan asks for it
     values    4 * L * W * 8 + 4 * L * L * 4 + 4 * W * W * 3; half as much again for float32, whose
-              products take several passes, two more states for a tangent scan, twice the L * L for the delta rule
+              products take several passes, two more states for a tangent scan, twelve more L * L for the delta rule
 
 libtpu 0.0.42 allocates less, 6.4 of 7.4 MiB for every gate in float32 with W 256.
 """

@@ -6,16 +6,17 @@ from jax import lax
 
 from ejkernel.kernels.common.tiles import matmul
 
-_BLOCK = 16
+_BITS = 4
+_BLOCK = 1 << _BITS
 
 
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """(I + L)^-1 of a strictly lower triangular tile (L, L)."""
     size = lower.shape[0]
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    diagonal = row // _BLOCK == column // _BLOCK
+    diagonal = row >> _BITS == column >> _BITS
     entry, lane = (lax.broadcasted_iota(jnp.int32, (size, _BLOCK), axis) for axis in (0, 1))
-    fold = (entry % _BLOCK == lane).astype(jnp.float32)
+    fold = (entry & (_BLOCK - 1) == lane).astype(jnp.float32)
     # the blocks on the diagonal, one below the other
     blocks = _product(jnp.where(diagonal, lower, 0.0), fold).reshape(size // _BLOCK, _BLOCK, _BLOCK)
     inverse = fold.reshape(blocks.shape)
@@ -25,12 +26,10 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
         known = sum(weights[:, :, j : j + 1] * inverse[:, j : j + 1, :] for j in range(i))
         inverse = jnp.where(place == i, inverse - known, inverse)
     whole = jnp.where(diagonal, matmul(inverse.reshape(size, _BLOCK), fold, (1, 1), lax.Precision.HIGHEST), 0.0)
-    width = _BLOCK
-    while width < size:
+    for bits in range(_BITS, size.bit_length() - 1):
         # [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]
-        below = (row // width == column // width + 1) & (row // width % 2 == 1)
+        below = (row >> bits == (column >> bits) + 1) & ((row >> bits) & 1 == 1)
         whole = whole - _product(whole, _product(jnp.where(below, lower, 0.0), whole))
-        width *= 2
     return whole
 
 

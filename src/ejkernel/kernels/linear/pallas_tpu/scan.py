@@ -172,7 +172,7 @@ class ScanKernel:
         copied = sum(tile_bytes(spec.block_shape, x.dtype) for x, spec in blocks)
         kept = sum(tile_bytes(shape, jnp.float32) for shape in self.scratch().values())
         W, L = max(LANES, *self.widths), self.size
-        pairs = 4 if self.scan.erase is None else 8
+        pairs = 4 if self.scan.erase is None else 16  # and the blocks of an inverse, in tiles of 128 lanes
         values = 4 * L * W * 8 + 4 * L * max(L, LANES) * pairs + 4 * W * W * (5 if self.scan.tangent else 3)
         return 2 * copied + kept + values * (3 if self.dtype == jnp.float32 else 2) // 2
 
