@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.expressions.binding import OPERAND_ARRAYS, Binder, Rule, Sizes, renumbered
 from ejkernel.expressions.derivatives import derivatives
-from ejkernel.expressions.evaluation import evaluate
+from ejkernel.expressions.evaluation import JAX, Namespace, clamped, evaluate
 from ejkernel.expressions.nodes import (
     CONST,
     FLOAT,
@@ -121,12 +121,14 @@ class TileOperands(NamedTuple):
     Attributes:
         scalar, row, column: `(array name, number)` to values.
         table: an array's name to its entries (..., n).
+        namespace: of the arrays.
     """
 
     scalar: Callable[[str, int], Any]
     row: Callable[[str, int], Any]
     column: Callable[[str, int], Any]
     table: Callable[[str], Any] | None = None
+    namespace: Namespace = JAX
 
     def value(self, expression: Expression, i: Any, j: Any, logits: Any = None) -> Any:
         """An expression at query indices i and key indices j."""
@@ -139,15 +141,16 @@ class TileOperands(NamedTuple):
             assert self.table is not None
             return self.table(array_name(node))[..., table_index(node, index)]
 
-        return evaluate(expression, {"i": i, "j": j}, score=logits, operand=operand, load=load)
+        axes = {"i": i, "j": j}
+        return evaluate(expression, axes, score=logits, operand=operand, load=load, namespace=self.namespace)
 
 
 def table_index(node: Expression, index: tuple[Any, ...]) -> Any:
     """Where an entry lies among all tables of its dtype."""
     offset, shape = node.data
     at = 0
-    for size, i in zip(shape, index, strict=True):
-        at = at * size + jnp.clip(i, 0, size - 1)
+    for size, i in zip(shape, clamped(index, shape), strict=True):
+        at = at * size + i
     return at + offset
 
 
