@@ -13,7 +13,6 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 

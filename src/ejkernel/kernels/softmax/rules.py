@@ -70,7 +70,7 @@ def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
 
     def bind(arrays: list[jax.Array]) -> None:
         mask, scores = jax.tree.unflatten(tree, arrays)
-        found.append(_bind(mask, scores, sizes)[0])
+        found.append(bound_by(Binder(sizes), mask, scores))
 
     jax.eval_shape(bind, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
     return found[0]
@@ -78,16 +78,19 @@ def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
 
 @partial(jax.jit, static_argnums=1)
 def _operands(given: tuple[Rule | None, Rule | None], sizes: Sizes) -> dict[str, jax.Array]:
-    return _bind(*given, sizes)[1].arrays()
-
-
-def _bind(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, Binder]:
     binder = Binder(sizes)
-    seen = None if mask is None else binder.bound(Rule(mask.expression, jax.lax.stop_gradient(mask.arrays)))
+    bound_by(binder, *given)
+    return binder.arrays()
+
+
+def bound_by(binder: Binder, mask: Rule | None, scores: Rule | None) -> Rules:
+    """The rules as a binder binds them, which has their operands then."""
+    stop = binder.namespace.stop
+    seen = None if mask is None else binder.bound(Rule(mask.expression, tuple(map(stop, mask.arrays))))
     logits = None if scores is None else binder.bound(scores)
     if logits is not None and SCORE not in logits.axes:
         logits = select(score().equals(score()), logits, score())  # of the shape of a tile, and nan where that is
-    return Rules(None if seen is TRUE else seen, None if logits is score() else logits), binder
+    return Rules(None if seen is TRUE else seen, None if logits is score() else logits)
 
 
 def array_name(node: Expression) -> str:
