@@ -72,6 +72,9 @@ class DeviceSchedule(NamedTuple):
     order: Tensor | None = None
 
 
+Schedules = dict[tuple[int, int, Side], DeviceSchedule]  # by the tile
+
+
 class LaunchPair(NamedTuple):
     """A fast launch, and the nan-safe one over the blocks in which the fast one left a nan."""
 
@@ -166,17 +169,24 @@ class Program:
         """Keys of a sub-block, of a tile whose keys come in such: as rows, only where their order is computed once."""
         return family.sub_block_keys(self.call, tile) if side == "q" or self.static else None
 
-    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool) -> DeviceSchedule:
-        """On the device; of a mask without lengths, once."""
+    def schedule(
+        self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool, made: Schedules | None = None
+    ) -> DeviceSchedule:
+        """On the device; of a mask without lengths, once. `made` are those that launches of one pass share."""
         key = (tile, side)
         if not self.static:
+            made = {} if made is None else made
+            sizes = (tile.block_q, tile.block_k, side)
+            if sizes in made:
+                return made[sizes]
             if key not in self.schedule_launches:
                 self.schedule_launches[key] = self._schedule_launches(tile, side)
             launches = self.schedule_launches[key]
             written = {name: self.fixed["nothing"].new_empty(shape) for name, shape in launches.shapes.items()}
             for launch in (launches.blocks, launches.rows):
                 launch.run({**tensors, **written}, self.compiled, aligned)
-            return DeviceSchedule(written["rows"], written.get("index"))
+            made[sizes] = DeviceSchedule(written["rows"], written.get("index"))
+            return made[sizes]
         if key not in self.schedules:
             arrays: dict[str, Any] = dict(self.call.arrays)
             if self.pattern is not None:
@@ -279,12 +289,21 @@ class Program:
         nan_safe = self._prepared(kernel, replace(tile, stages=1), schedule, heads, (*outputs, "nothing"), old, marked)
         return LaunchPair(fast, nan_safe, flags)
 
-    def _run_twice(self, name: str, kernel: str, tile: Tile, side: Side, tensors: dict[str, Any], **more: Any) -> None:
+    def _run_twice(
+        self,
+        name: str,
+        kernel: str,
+        tile: Tile,
+        side: Side,
+        tensors: dict[str, Any],
+        schedules: Schedules | None = None,
+        **more: Any,
+    ) -> None:
         """The two launches of a kernel; `more` are constants of it."""
         aligned = self.compiled and aligned_to_16_bytes(tensors)
         pair = self.pairs.get(name)
         if pair is None or not self.static:
-            schedule = self.schedule(tile, side, tensors, aligned)
+            schedule = self.schedule(tile, side, tensors, aligned, schedules)
             if pair is None:
                 outputs = {"forward": ("out", "lse", "total", "argmax"), "dq": ("dq",)}.get(kernel, ("dk", "dv"))
                 heads = self.dims.B * (self.dims.H if side == "q" else self.dims.Hkv)
@@ -330,7 +349,8 @@ class Program:
         """All gradients but those of tables that a function reads."""
         B, T, _, H, *_ = self.dims
         out, lse, dout, dlse = cotangents
-        config, heads_first, more = self.config, self.kind.heads_first, {"ROW_BLOCK": self._row_block}
+        config, heads_first, schedules = self.config, self.kind.heads_first, {}
+        more: dict[str, Any] = {"schedules": schedules, "ROW_BLOCK": self._row_block}
         rows_lse, rows_delta = lse.new_empty((2, B, H, -(-T // self._row_block) * self._row_block)).unbind(0)
         given = {**tensors, "dout": dout, "rows_lse": rows_lse, "rows_delta": rows_delta}
         terms = {**given, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
@@ -351,7 +371,7 @@ class Program:
         if "bias" in tensors and needed.bias:
             dbias = self._bias_gradient(given)
         if "floats" in tensors and needed.floats and score is not None and not has_table_gradient(score):
-            dfloats = self._operand_gradients(score, given)
+            dfloats = self._operand_gradients(score, given, schedules)
         return Gradients(dq, dk, dv, dsinks, dbias, dfloats)
 
     def _bias_gradient(self, given: dict[str, Tensor]) -> Tensor:
@@ -359,28 +379,25 @@ class Program:
         shape, dtype, call = bias.shape, bias.dtype, self.call
         if 1 in shape[2:]:  # little is owned: each batch and head has programs of its own, and all are summed after
             shape, dtype = (dims.B, dims.H, *((1, dims.S) if shape[2] == 1 else (dims.T, 1))), torch.float32
-            given = given | {"bias": bias.expand(shape).contiguous()}
+            given = {**given, "bias": bias.expand(shape).contiguous()}
             wide = jax.ShapeDtypeStruct(shape, self.call["bias"].dtype)
             call = replace(self.call, arrays={**self.call.arrays, "bias": wide})
-        given["dbias"] = bias.new_empty(shape, dtype=dtype)
+        given = {**given, "dbias": bias.new_empty(shape, dtype=dtype)}
         if "dbias" not in self.others:
             constants = {"ROW_BLOCK": self._row_block}
             made = self._prepared(_kernel("dbias"), tile, DeviceSchedule(), 1, ("dbias",), _ROWS, constants, call)
             grid = shape[0] * shape[1], -(-shape[2] // tile.block_q), -(-shape[3] // tile.block_k)
             self.others["dbias"] = replace(made, grid=grid)
-        self._run(self.others["dbias"], given)
+        self.others["dbias"].run(given, self.compiled, self.compiled and aligned_to_16_bytes(given))
         return given["dbias"].sum_to_size(bias.shape).to(bias.dtype)
 
-    def _operand_gradients(self, score: Expression, given: dict[str, Tensor]) -> Tensor:
+    def _operand_gradients(self, score: Expression, given: dict[str, Tensor], schedules: Schedules) -> Tensor:
         """(B|1, H|1, n), as the operands lie."""
         dims, layout = self.dims, self.functions.layouts.floats
-        tile = self.config.dq
         dfloats = torch.zeros_like(given["floats"])
         for node, slope in slopes(score).operands:
             kind, number = node.data
-            length = dims.S if kind == "column" else dims.T
-            sums = dfloats.new_empty((dims.B, dims.H, length))
-            self._run(*self._operand_launch(tile, slope, "k" if kind == "column" else "q", {**given, "doperand": sums}))
+            sums = self._summed_slope(slope, "k" if kind == "column" else "q", given, schedules)
             sums = sums if kind != "scalar" else sums.sum(-1, keepdim=True)
             sums = sums.sum_to_size(*dfloats.shape[:2], sums.shape[2])
             start = {"scalar": 0, "row": layout.scalars, "column": layout.scalars + layout.rows * dims.T}[kind]
@@ -388,21 +405,21 @@ class Program:
             dfloats[:, :, start : start + sums.shape[2]] = sums
         return dfloats
 
-    def _operand_launch(self, tile: Tile, slope: Expression, side: Side, tensors: dict[str, Any]) -> Any:
-        """The launch for an operand that a derivative is by, and what it is given."""
-        aligned = self.compiled and aligned_to_16_bytes(tensors)
-        schedule = self.schedule(tile, side, tensors, aligned)
+    def _summed_slope(self, slope: Expression, side: Side, given: dict[str, Tensor], schedules: Schedules) -> Tensor:
+        """What a derivative by an operand sums to for each query or key, (B, H, length)."""
+        tile, heads, length = self.config.dq, self.dims.B * self.dims.H, self.dims.T if side == "q" else self.dims.S
+        aligned = self.compiled and aligned_to_16_bytes(given)
+        schedule = self.schedule(tile, side, given, aligned, schedules)
         name = (slope, side)
         if name not in self.others:
             kernel = _kernel("column_operand" if side == "k" else "row_operand")
             made = DeviceFunction(slope, layouts_of(self.call.arrays))
             constants = {"ROW_BLOCK": self._row_block, "OPERAND_SLOPE": made}
-            heads = self.dims.B * self.dims.H
             self.others[name] = self._prepared(kernel, tile, schedule, heads, ("doperand",), _ROWS, constants)
-        return self.others[name], tensors | {n: x for n, x in schedule._asdict().items() if x is not None}
-
-    def _run(self, launch: PreparedLaunch, tensors: dict[str, Any]) -> None:
-        launch.run(tensors, self.compiled, self.compiled and aligned_to_16_bytes(tensors))
+        sums = given["rows_lse"].new_empty((self.dims.B, self.dims.H, length))
+        scheduled = {n: x for n, x in schedule._asdict().items() if x is not None}
+        self.others[name].run({**given, **scheduled, "doperand": sums}, self.compiled, aligned)
+        return sums
 
 
 program_of = lru_cache(maxsize=256)(Program)
