@@ -4,7 +4,7 @@ import hashlib
 import operator
 import pickle
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +65,15 @@ class _TensorBinder(Binder):
     def __init__(self, sizes: Sizes, device: torch.device):
         super().__init__(sizes)
         self.device = device
+        self._numbers: dict[int, Tensor] = {}
 
     def converted(self, x: Tensor, dtype: str) -> Tensor:
         return x.to(_DTYPES[dtype])
 
     def numbers(self, n: int) -> Tensor:
-        return torch.arange(n, dtype=torch.int32, device=self.device)
+        if n not in self._numbers:
+            self._numbers[n] = torch.arange(n, dtype=torch.int32, device=self.device)
+        return self._numbers[n]
 
     def leading(self, expression: Expression | None) -> tuple[bool, bool]:
         """Whether the operands of an expression differ from batch row to batch row, and from head to head."""
@@ -125,6 +128,13 @@ class Functions(NamedTuple):
 _KNOWN: dict[str, Functions] = {"": Functions()}
 
 
+@cache
+def _key(functions: Functions) -> str:
+    key = hashlib.sha256(pickle.dumps(functions)).hexdigest()[:16]
+    _KNOWN[key] = functions
+    return key
+
+
 class Bound(NamedTuple):
     """The key of the functions of a call, and their operands (B|1, H|1, n)."""
 
@@ -141,9 +151,7 @@ def bound(mask: Rule | None, scores: Rule | None, sizes: Sizes, device: torch.de
         return Bound()
     layouts, flat = flat_operands(binder.arrays(), torch)
     functions = Functions(rules, layouts, *binder.leading(rules.mask))
-    key = hashlib.sha256(pickle.dumps(functions)).hexdigest()[:16]
-    _KNOWN[key] = functions
-    return Bound(key, flat["p_ints"], flat["p_floats"])
+    return Bound(_key(functions), flat["p_ints"], flat["p_floats"])
 
 
 def without_bands(rule: Rule | None, offset: int) -> tuple[Band, Rule | None]:
