@@ -195,6 +195,17 @@ def test_hidden_values_reach_nothing():
         assert all(x.isfinite().all() for x in (out, *gradients))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_score_may_hide_all_of_a_row(implementation):
+    check_gradients(
+        implementation,
+        {},
+        lambda: {"score_mod": lambda s, b, h, i, j: torch.where(i >= 9, s, -float("inf"))},
+        INDICES[2] >= 9,
+        lambda x: x,
+    )
+
+
 PACKED = {"cum_seqlens_q": [0, 10, 37], "cum_seqlens_k": [0, 20, 47]}
 
 

@@ -19,7 +19,7 @@ from ejkernel.expressions.nodes import LOOKUP
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.softmax.rules import Rules, TileOperands, head_operands, slopes, table_index
 from ejkernel.kernels.softmax.schedule import Ranges, plan
-from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
+from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
 from ejkernel.ops import Call
 from ejkernel.torch.calls import (
     Cotangents,
@@ -81,11 +81,13 @@ def _static_tiles(spec: Spec, dims: Dimensions, pattern: str, tile: tuple[int, i
     return _visited_tiles(Call(spec, arrays | _cells(pattern, dims.H)), tile)
 
 
-def _tiles(call: Any, options: Options, tile: tuple[int, int]) -> Tiles:
-    """The tiles of a call, its mask function left out."""
+def _tiles(call: Any, options: Options, tile: tuple[int, int], look: bool) -> Tiles:
+    """The tiles of a call, its mask function left out; without a look at lengths, all that there may be."""
     dims, spec = dimensions(call), replace(call.spec, rules=Rules())
-    if "q_segments" not in call or call["query"].device.type != "cpu":
+    if "q_segments" not in call:
         return _static_tiles(spec, dims, options.pattern, tile)
+    if not look:
+        return _static_tiles(replace(spec, band=Band()), dims, options.pattern, tile)
     lengths = {name: call[name].detach().numpy() for name in Lengths._fields}
     arrays = {"query": call["query"], "value": call["value"], **lengths, **_cells(options.pattern, dims.H)}
     return _visited_tiles(Call(spec, arrays), tile)
@@ -163,9 +165,12 @@ class _Table(NamedTuple):
 
 
 class _Problem:
-    """A `Call` on tensors, in float32 and in blocks of queries and keys."""
+    """A `Call` on tensors, in float32 and in blocks of queries and keys.
 
-    def __init__(self, call: Any, options: Options):
+    Without a `look` at what tensors hold, which waits for a device, it visits more tiles than it must.
+    """
+
+    def __init__(self, call: Any, options: Options, look: bool = True):
         self.call, self.options = call, options
         self.spec: Spec = call.spec
         self.dims = dimensions(call)
@@ -175,7 +180,7 @@ class _Problem:
         self.device = call["query"].device
         self.functions = Functions.known(options.functions)
         self.operands = self.functions.operands(call.arrays, self.dims.T, self.dims.S)
-        self.tiles = self._masked_more(_tiles(call, self.options, self.tile))
+        self.tiles = self._masked_more(_tiles(call, self.options, self.tile, look), look)
         # the scale is in the queries; a bad value marks its key
         self.query = _in_blocks(call["query"], self.tile[0]) * self.spec.scale
         key, value = _in_blocks(call["key"], self.tile[1]), _in_blocks(call["value"], self.tile[1])
@@ -190,12 +195,12 @@ class _Problem:
         self.q_segments, self.kv_segments = _per_block(q_seg, self.tile[0], -1), _per_block(k_seg, self.tile[1], -1)
         self.q_positions, self.kv_positions = _per_block(q_pos, self.tile[0], 0), _per_block(k_pos, self.tile[1], 0)
 
-    def _masked_more(self, tiles: Tiles) -> Tiles:
+    def _masked_more(self, tiles: Tiles, look: bool) -> Tiles:
         """Without those in which a mask function hides all, and with a mask where it hides some."""
         _, _, i = np.unravel_index(tiles.row, (self.dims.B, self.dims.H, self.rows))
         # what functions and biases are past the last query must not reach a sum
         tiles = tiles._replace(masked=tiles.masked | (i == self.rows - 1) & (self.dims.T % self.tile[0] != 0))
-        if self.device.type != "cpu":  # it would wait for what is on a device
+        if not look:
             return tiles._replace(masked=np.ones_like(tiles.masked))
         if self.spec.rules.mask is None:
             return tiles
@@ -347,9 +352,9 @@ def _of_tensors(computed: Callable[..., Any]) -> Callable[..., Any]:
     """A pass over a `_Problem` as one over tensors and options, without autograd and autocast."""
 
     @wraps(computed)
-    def run(tensors: Tensors, options: Options, *others: Any) -> Any:
+    def run(tensors: Tensors, options: Options, *others: Any, **look: bool) -> Any:
         with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-            return computed(_Problem(canonical(tensors, options), options), *others)
+            return computed(_Problem(canonical(tensors, options), options, **look), *others)
 
     return run
 

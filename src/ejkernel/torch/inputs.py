@@ -199,12 +199,11 @@ def segment_ids(query: Tensor, key: Tensor, q_ids: Any, kv_ids: Any) -> tuple[Te
 def _rows(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """int32 of that shape on the device of another, where the leading dimensions broadcast."""
     x = x if isinstance(x, Tensor) else torch.as_tensor(x)
-    missing = len(shape) - x.dim()
-    wanted = shape[missing:] if missing > 0 else shape
-    sizes = tuple(m if n == 1 and at < len(wanted) - 1 else n for at, (n, m) in enumerate(zip(x.shape, wanted)))
-    if sizes != tuple(wanted):
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     x = integers(name, x, tuple(x.shape))
+    sizes = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
+    leading = zip(sizes[:-1], shape, strict=False)
+    if len(sizes) != len(shape) or sizes[-1] != shape[-1] or any(n != 1 and n != m for n, m in leading):
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     if x.dtype == torch.int64:
         x = x.clamp(-(2**31), 2**31 - 1)
     return on_device(x, like).expand(shape).contiguous()
