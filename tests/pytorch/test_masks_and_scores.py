@@ -86,11 +86,11 @@ def by_definition(query: Any, key: Any, value: Any, seen: Any, scored: Any) -> A
     return out, torch.where(some, torch.logsumexp(x, -1), -torch.inf)
 
 
-def check_gradients(implementation: str, more: dict[str, torch.Tensor], said: Any, seen: Any, scored: Any) -> None:
-    """`said(**more)` are the arguments, `scored(x, **more)` the logits from those so far."""
+def check_gradients(implementation: str, more: dict[str, torch.Tensor], options: Any, seen: Any, scored: Any) -> None:
+    """`options(**more)` are the arguments, `scored(x, **more)` the logits from those so far."""
 
     def ours(query: Any, key: Any, value: Any, **more: Any) -> Any:
-        return flash_attention(query, key, value, return_lse=True, **said(**more))
+        return flash_attention(query, key, value, return_lse=True, **options(**more))
 
     def theirs(query: Any, key: Any, value: Any, **more: Any) -> Any:
         return by_definition(query, key, value, seen.expand(B, H, T, S), lambda x: scored(x, **more))
@@ -152,8 +152,8 @@ def test_heads_before_the_length_with_all_that_has_gradients(implementation):
 
     def ours(query: Any, key: Any, value: Any, bias: Any, slopes: Any, row: Any) -> Any:
         moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
-        said = {"bias": bias.expand(B, H, T, S), "alibi_slopes": slopes, "causal": True}
-        return flash_attention(*moved, score_mod=lambda s, b, h, i, j: s * row[i], return_lse=True, **said)
+        options = {"bias": bias.expand(B, H, T, S), "alibi_slopes": slopes, "causal": True}
+        return flash_attention(*moved, score_mod=lambda s, b, h, i, j: s * row[i], return_lse=True, **options)
 
     def theirs(query: Any, key: Any, value: Any, bias: Any, slopes: Any, row: Any) -> Any:
         def scored(x: Any) -> Any:
@@ -170,7 +170,7 @@ def test_bounds_and_segments(implementation):
     starts, ends, last = integers(-3, 20, B, H, T), integers(10, 60, T), integers(5, 50, B, S)
     q_ids, kv_ids = integers(-1, 2, B, T), integers(-1, 2, 1, S)
     device = "cuda" if implementation == "cuda" else "cpu"
-    said = {
+    options = {
         "bounds": (starts.to(device), ends.to(device)),
         "key_bounds": (None, last.to(device)),
         "q_segment_ids": q_ids.to(device),
@@ -180,7 +180,7 @@ def test_bounds_and_segments(implementation):
     seen = (j >= starts[b, h, i]) & (j < ends[i]) & (i < last[b, j])
     seen = seen & (q_ids[b, i] == kv_ids[0, j]) & (q_ids[b, i] >= 0)
     assert not seen.any(-1).all()
-    check_gradients(implementation, {}, lambda: said, seen, lambda x: x)
+    check_gradients(implementation, {}, lambda: options, seen, lambda x: x)
 
 
 def test_hidden_values_reach_nothing():
@@ -244,8 +244,8 @@ def test_gradients_of_dropout(implementation):
     identity = torch.eye(S).expand(B, H, S, S).transpose(1, 2)
 
     def kept(query: Any, key: Any, bias: Any) -> Any:
-        said = {"dropout_prob": 0.4, "dropout_seed": torch.tensor(3), "bias": bias}
-        return flash_attention(query, key.repeat_interleave(H // Hkv, 2), identity.to(query), **said) > 0
+        options = {"dropout_prob": 0.4, "dropout_seed": torch.tensor(3), "bias": bias}
+        return flash_attention(query, key.repeat_interleave(H // Hkv, 2), identity.to(query), **options) > 0
 
     single = {name: x.float() for name, x in tensors.items()}
     with running("cpu"):
@@ -337,9 +337,9 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_bad_input(case):
-    error, message, said = WRONG[case]
+    error, message, options = WRONG[case]
     with pytest.raises(error, match=message):
-        flash_attention(**qkv(), **said)
+        flash_attention(**qkv(), **options)
 
 
 OPERATIONS: dict[str, Any] = {

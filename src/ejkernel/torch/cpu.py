@@ -81,12 +81,12 @@ def _static_tiles(spec: Spec, dims: Dimensions, pattern: str, tile: tuple[int, i
     return _visited_tiles(Call(spec, arrays | _cells(pattern, dims.H)), tile)
 
 
-def _tiles(call: Any, options: Options, tile: tuple[int, int], look: bool) -> Tiles:
-    """The tiles of a call, its mask function left out; without a look at lengths, all that there may be."""
+def _tiles(call: Any, options: Options, tile: tuple[int, int], read_values: bool) -> Tiles:
+    """The tiles of a call, its mask function left out; without `read_values`, whatever lengths may leave."""
     dims, spec = dimensions(call), replace(call.spec, rules=Rules())
     if "q_segments" not in call:
         return _static_tiles(spec, dims, options.pattern, tile)
-    if not look:
+    if not read_values:
         return _static_tiles(replace(spec, band=Band()), dims, options.pattern, tile)
     lengths = {name: call[name].detach().numpy() for name in Lengths._fields}
     arrays = {"query": call["query"], "value": call["value"], **lengths, **_cells(options.pattern, dims.H)}
@@ -167,10 +167,10 @@ class _Table(NamedTuple):
 class _Problem:
     """A `Call` on tensors, in float32 and in blocks of queries and keys.
 
-    Without a `look` at what tensors hold, which waits for a device, it visits more tiles than it must.
+    Without `read_values`, which waits for a device, it visits more tiles than lengths and functions leave.
     """
 
-    def __init__(self, call: Any, options: Options, look: bool = True):
+    def __init__(self, call: Any, options: Options, read_values: bool = True):
         self.call, self.options = call, options
         self.spec: Spec = call.spec
         self.dims = dimensions(call)
@@ -180,7 +180,7 @@ class _Problem:
         self.device = call["query"].device
         self.functions = Functions.known(options.functions)
         self.operands = self.functions.operands(call.arrays, self.dims.T, self.dims.S)
-        self.tiles = self._masked_more(_tiles(call, self.options, self.tile, look), look)
+        self.tiles = self._function_tiles(_tiles(call, self.options, self.tile, read_values), read_values)
         # the scale is in the queries; a bad value marks its key
         self.query = _in_blocks(call["query"], self.tile[0]) * self.spec.scale
         key, value = _in_blocks(call["key"], self.tile[1]), _in_blocks(call["value"], self.tile[1])
@@ -195,12 +195,12 @@ class _Problem:
         self.q_segments, self.kv_segments = _per_block(q_seg, self.tile[0], -1), _per_block(k_seg, self.tile[1], -1)
         self.q_positions, self.kv_positions = _per_block(q_pos, self.tile[0], 0), _per_block(k_pos, self.tile[1], 0)
 
-    def _masked_more(self, tiles: Tiles, look: bool) -> Tiles:
+    def _function_tiles(self, tiles: Tiles, read_values: bool) -> Tiles:
         """Without those in which a mask function hides all, and with a mask where it hides some."""
         _, _, i = np.unravel_index(tiles.row, (self.dims.B, self.dims.H, self.rows))
         # what functions and biases are past the last query must not reach a sum
         tiles = tiles._replace(masked=tiles.masked | (i == self.rows - 1) & (self.dims.T % self.tile[0] != 0))
-        if not look:
+        if not read_values:
             return tiles._replace(masked=np.ones_like(tiles.masked))
         if self.spec.rules.mask is None:
             return tiles
@@ -288,13 +288,13 @@ class _Problem:
         seeds = self.call["dropout_seeds"][batch.b, batch.h][:, None, None]
         return kept_pairs(seeds, batch.queries[:, :, None], batch.keys[:, None, :], self.spec.dropout)
 
-    def add_operand_gradients(self, dfloats: Tensor, batch: _Batch, ds: Tensor, capped: Tensor, hidden: Any) -> None:
+    def add_operand_gradients(self, dfloats: Tensor, batch: _Batch, ds: Tensor, capped: Tensor, zeroed: Any) -> None:
         """Adds those of a batch of tiles to the gradients of what a score function reads; `ds` are its results'."""
         layout = self.functions.layouts.floats
         T, S = self.dims.T, self.dims.S
         starts = {"scalar": 0, "row": layout.scalars, "column": layout.scalars + layout.rows * T}
         for node, slope in slopes(self.spec.rules.score).operands:
-            values = hidden(ds * self.values(batch, slope, capped))
+            values = zeroed(ds * self.values(batch, slope, capped))
             if node.name == LOOKUP:
                 index = tuple(self.values(batch, arg) for arg in node.args)
                 at = table_index(node, index) + starts["column"] + layout.columns * S  # pyright: ignore[reportOperatorIssue]
@@ -352,9 +352,9 @@ def _of_tensors(computed: Callable[..., Any]) -> Callable[..., Any]:
     """A pass over a `_Problem` as one over tensors and options, without autograd and autocast."""
 
     @wraps(computed)
-    def run(tensors: Tensors, options: Options, *others: Any, **look: bool) -> Any:
+    def run(tensors: Tensors, options: Options, *others: Any, read_values: bool = True) -> Any:
         with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-            return computed(_Problem(canonical(tensors, options), options, **look), *others)
+            return computed(_Problem(canonical(tensors, options), options, read_values), *others)
 
     return run
 
@@ -441,7 +441,7 @@ class _Gradients:
                 kept = problem.kept(batch)
                 dp, weights = dp.mul_(kept), p * kept
 
-            def shown(values: Tensor, batch: _Batch = batch, p: Tensor = p) -> Tensor:
+            def hidden_zeroed(values: Tensor, batch: _Batch = batch, p: Tensor = p) -> Tensor:
                 # dp of a hidden value may be inf, and so may slopes
                 if len(batch.masked):
                     values[batch.masked] = torch.where(p[batch.masked] == 0, 0.0, values[batch.masked])
@@ -449,12 +449,12 @@ class _Gradients:
 
             ds = dp.sub_(rows_delta[tile_q][:, :, None]).mul_(p)
             if self.dfloats is not None:
-                problem.add_operand_gradients(self.dfloats, batch, ds, capped, shown)
+                problem.add_operand_gradients(self.dfloats, batch, ds, capped, hidden_zeroed)
             if spec.rules.score is not None:
                 ds = ds * problem.values(batch, slopes(spec.rules.score).score, capped)
             if spec.soft_cap is not None:
                 ds = ds * (1.0 - (capped / spec.soft_cap) ** 2)
-            ds = shown(ds)
+            ds = hidden_zeroed(ds)
             if self.dbias is not None:
                 self.dbias.index_put_(batch.entries(self.dbias), ds, accumulate=True)
             yield _TileGradients(batch, query[tile_q], key[tile_k], do, weights, ds)

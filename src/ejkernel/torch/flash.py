@@ -23,7 +23,7 @@ from ejkernel.torch.inputs import (
     segment_ids,
 )
 from ejkernel.torch.operation import NO_EXTRAS, Extras, attend
-from ejkernel.torch.said import Limits, Offsets, Said, with_functions
+from ejkernel.torch.pair_rules import Limits, Offsets, PairOptions, with_pair_rules
 
 _QKV = ("query", "key", "value")
 
@@ -113,9 +113,9 @@ def flash_attention(
     seeds = _dropout_seeds(options.dropout, dropout_seed, query)
     extras = Extras(_joined_sinks(softmax_aux, query), _checked_bias(bias, query, key), dropout_seeds=seeds)
     inputs = Inputs(query, key, value, lengths)
-    said = Said(mask_mod, score_mod, bounds, key_bounds, alibi_slopes, ids)
-    if any(x is not None for x in said):
-        options, extras = with_functions(inputs, offsets, said, options, extras)  # pyright: ignore[reportCallIssue]
+    pairs = PairOptions(mask_mod, score_mod, bounds, key_bounds, alibi_slopes, ids)
+    if any(x is not None for x in pairs):
+        options, extras = with_pair_rules(inputs, offsets, pairs, options, extras)  # pyright: ignore[reportCallIssue]
     out, lse = attend(inputs, extras if any(x is not None for x in extras) else NO_EXTRAS, options)
     if unbatched:
         out, lse = out[0], lse[0]

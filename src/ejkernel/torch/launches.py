@@ -77,7 +77,7 @@ def backward(tensors: Tensors, options: Options, cotangents: Cotangents, needed:
         gradients = _program(call, options, heads_first).backward(dict(call.arrays), dense, needed)
         score = call.spec.rules.score
         if score is not None and needed.floats and has_table_gradient(score):
-            gradients = gradients._replace(floats=operand_gradients(tensors, options, cotangents, look=False))
+            gradients = gradients._replace(floats=operand_gradients(tensors, options, cotangents, read_values=False))
         return gradients
 
 

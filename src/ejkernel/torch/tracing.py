@@ -1,4 +1,4 @@
-"""Expressions from functions of PyTorch: a function is called once, with numbers that note what is done to them.
+"""Expressions from functions of PyTorch: a function is called once, with proxies that record what is done to them.
 
 That takes microseconds for each operation, so it is done at every call, and what a function closes over is what it is
 at that time. Tensors that it indexes become loads. What kernels cannot compute raises, in the line that asked for it.
@@ -44,9 +44,9 @@ def traced(function: Any, name: str, *, scores: bool, device: torch.device) -> R
     if not callable(function):
         raise TypeError(f"{name} must be a function, got {type(function).__name__}: {function!r:.80}")
     trace = _Trace(f"{name}({'score, ' if scores else ''}b, h, q_idx, kv_idx)", device)
-    with _Noting(trace):
-        result = function(*(Number(trace, x) for x in ((score(),) if scores else ()) + (B, H, I, J)))
-    if not isinstance(result, Number | Tensor | bool | int | float):
+    with _TraceMode(trace):
+        result = function(*(ScalarProxy(trace, x) for x in ((score(),) if scores else ()) + (B, H, I, J)))
+    if not isinstance(result, ScalarProxy | Tensor | bool | int | float):
         raise TypeError(f"{trace.signature} must give one number, it gives {type(result).__name__}")
     expression = trace.expression(result)
     wanted = FLOAT if scores else BOOL
@@ -55,8 +55,8 @@ def traced(function: Any, name: str, *, scores: bool, device: torch.device) -> R
     return Rule(expression, tuple(trace.arrays))
 
 
-class Number:
-    """A number inside a function, which notes what is done to it."""
+class ScalarProxy:
+    """A number inside a function, which records what is done to it."""
 
     # NumPy's numbers leave operators to this class
     __array_ufunc__ = None
@@ -82,7 +82,7 @@ class Number:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """That it is there makes PyTorch take numbers in place of tensors; `_Noting` is asked first."""
+        """That it is there makes PyTorch take numbers in place of tensors; `_TraceMode` is asked first."""
         raise TypeError("a number of a mask_mod or score_mod is used after that has returned")
 
     def _unknown(self, *_: Any) -> Any:
@@ -94,7 +94,7 @@ class Number:
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = item = tolist = _unknown
 
 
-class _Entries:
+class _TensorProxy:
     """A tensor whose leading dimensions are indexed already, and others are not yet."""
 
     def __init__(self, trace: "_Trace", values: Tensor, index: tuple[Expression, ...]):
@@ -103,15 +103,15 @@ class _Entries:
     def __getitem__(self, index: Any) -> Any:
         return self.trace.indexed(self, index)
 
-    __torch_function__ = Number.__torch_function__
+    __torch_function__ = ScalarProxy.__torch_function__
 
 
-def _noted(x: Any) -> bool:
-    return isinstance(x, Number | _Entries) or (isinstance(x, tuple | list) and any(map(_noted, x)))
+def _has_proxies(x: Any) -> bool:
+    return isinstance(x, ScalarProxy | _TensorProxy) or (isinstance(x, tuple | list) and any(map(_has_proxies, x)))
 
 
-class _Noting(TorchFunctionMode):
-    """While it is on, functions of PyTorch on numbers are noted; those on tensors alone are computed."""
+class _TraceMode(TorchFunctionMode):
+    """While it is on, functions of PyTorch on proxies are recorded; those on tensors alone are computed."""
 
     def __init__(self, trace: "_Trace"):
         super().__init__()
@@ -119,7 +119,7 @@ class _Noting(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(_noted, (*args, *kwargs.values()))):
+        if not any(map(_has_proxies, (*args, *kwargs.values()))):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", repr(function)).strip("_")
         return self.trace.indexed(*args) if name == "getitem" else self.trace.called(name, *args, **kwargs)
@@ -133,36 +133,36 @@ class _Trace:
         self.arrays: list[Tensor] = []
         self._read: list[Tensor] = []  # as they were given
 
-    def called(self, name: str, *args: Any, **kwargs: Any) -> Number:
+    def called(self, name: str, *args: Any, **kwargs: Any) -> ScalarProxy:
         operation = _OPERATIONS.get(_ALIASES.get(name, name))
         if operation is None:
             raise NotAnExpression(f"{self.signature}: {name} has no counterpart in kernels; {_WHAT_WORKS}")
-        return Number(self, operation(self, *args, **kwargs))
+        return ScalarProxy(self, operation(self, *args, **kwargs))
 
     def expression(self, x: Any) -> Expression:
         x = x.item() if isinstance(x, np.generic) else x
-        if isinstance(x, Number):
+        if isinstance(x, ScalarProxy):
             return x.expression
         if isinstance(x, bool | int | float):
             return const(x, BOOL if isinstance(x, bool) else INT if isinstance(x, int) else FLOAT)
         if isinstance(x, Tensor) and x.dim() == 0:
             return self._loaded(x, ())
-        shape = tuple(x.shape) if isinstance(x, Tensor) else x.values.shape[len(x.index) :] if _noted(x) else None
+        shape = tuple(x.shape) if isinstance(x, Tensor) else x.values.shape[len(x.index) :] if _has_proxies(x) else None
         what = f"a tensor of shape {tuple(shape)}" if shape is not None else type(x).__name__
         raise NotAnExpression(f"{self.signature} computes with {what}: index it to one number first; {_WHAT_WORKS}")
 
     def indexed(self, x: Any, index: Any) -> Any:
-        if isinstance(x, Number):
+        if isinstance(x, ScalarProxy):
             raise NotAnExpression(f"{self.signature}: an index of a number")
-        values, chosen = (x.values, x.index) if isinstance(x, _Entries) else (x, ())
+        values, chosen = (x.values, x.index) if isinstance(x, _TensorProxy) else (x, ())
         index = index if isinstance(index, tuple) else (index,)
         if len(chosen) + len(index) > values.dim():
             raise IndexError(f"{self.signature}: {len(index)} more indices for a tensor {tuple(values.shape)}")
         chosen += tuple(self._index(i, values.shape[len(chosen) + n]) for n, i in enumerate(index))
         return (
-            Number(self, self._loaded(values, chosen))
+            ScalarProxy(self, self._loaded(values, chosen))
             if len(chosen) == values.dim()
-            else _Entries(self, values, chosen)
+            else _TensorProxy(self, values, chosen)
         )
 
     def _index(self, i: Any, size: int) -> Expression:
@@ -272,13 +272,13 @@ def _clamp(trace: _Trace, x: Any, min: Any = None, max: Any = None) -> Expressio
     found = trace.expression(x)
     for limit, name in ((min, "max"), (max, "min")):
         if limit is not None:
-            found = apply(name, *_promoted(trace, Number(trace, found), limit))
+            found = apply(name, *_promoted(trace, ScalarProxy(trace, found), limit))
     return found
 
 
 def _to(trace: _Trace, x: Any, *args: Any, dtype: Any = None, **_: Any) -> Expression:
     for given in (*args, dtype):
-        wanted = given.dtype if isinstance(given, Tensor | Number) else given
+        wanted = given.dtype if isinstance(given, Tensor | ScalarProxy) else given
         if isinstance(wanted, torch.dtype):
             if wanted not in _CASTS:
                 raise NotAnExpression(f"{trace.signature}: a cast to {wanted}; numbers are int32 and float32")
@@ -389,15 +389,15 @@ _ALIASES = {
 }  # fmt: skip
 
 
-def _operator(name: str, *, swapped: bool = False) -> Callable[..., Number]:
-    def method(self: Number, *others: Any) -> Number:
+def _operator(name: str, *, swapped: bool = False) -> Callable[..., ScalarProxy]:
+    def method(self: ScalarProxy, *others: Any) -> ScalarProxy:
         return self.trace.called(name, *others, self) if swapped else self.trace.called(name, self, *others)
 
     return method
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    setattr(Number, f"__{_name}__", _operator(_name))
-    setattr(Number, f"__r{_name}__", _operator(_name, swapped=True))
+    setattr(ScalarProxy, f"__{_name}__", _operator(_name))
+    setattr(ScalarProxy, f"__r{_name}__", _operator(_name, swapped=True))
 for _name in (*_COMPARED, "neg", "abs", "invert"):
-    setattr(Number, f"__{_name}__", _operator(_name))
+    setattr(ScalarProxy, f"__{_name}__", _operator(_name))

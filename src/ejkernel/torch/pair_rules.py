@@ -1,4 +1,4 @@
-"""What a caller says of pairs of queries and keys, by functions and by data, as the functions of a call."""
+"""The rules of a call from what a caller gives of pairs of queries and keys: functions, bounds, slopes."""
 
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ class Offsets(NamedTuple):
     keys: Tensor
 
 
-class Said(NamedTuple):
-    """The arguments of `flash_attention` that become functions, and the segments of packed tokens."""
+class PairOptions(NamedTuple):
+    """The arguments of `flash_attention` that become rules, and the segments of packed tokens."""
 
     mask_mod: Any
     score_mod: Any
@@ -38,15 +38,15 @@ class Said(NamedTuple):
 
 
 @torch.compiler.disable
-def with_functions(
-    inputs: Inputs, offsets: Offsets | None, said: Said, options: Options, extras: Extras
+def with_pair_rules(
+    inputs: Inputs, offsets: Offsets | None, pairs: PairOptions, options: Options, extras: Extras
 ) -> tuple[Options, Extras]:
-    """The options and tensors of a call with the functions that are said. `torch.compile` breaks its graph here."""
+    """The options and tensors of a call with its rules bound. `torch.compile` breaks its graph here."""
     query, key, *_ = inputs
     (B_, T, H_, _), S, device = query.shape, key.shape[1], query.device
     mask, scores = (
         None if f is None else traced(f, name, scores=of_scores, device=device)
-        for f, name, of_scores in ((said.mask_mod, "mask_mod", False), (said.score_mod, "score_mod", True))
+        for f, name, of_scores in ((pairs.mask_mod, "mask_mod", False), (pairs.score_mod, "score_mod", True))
     )
     band, offset = Band(options.lo, options.hi), S - T
     if offsets is not None and offsets.queries is offsets.keys:
@@ -58,12 +58,12 @@ def with_functions(
         # where tokens stand in their sequences
         q, k = (packed_lengths(x, x, cu, cu).kv_positions for x, cu in zip((query, key), offsets, strict=True))
         mask, scores = (None if rule is None else with_indices(rule, q, k) for rule in (mask, scores))
-    rules = [mask, *_bounds(said, (B_, H_, T, S), query)]
-    if said.segments is not None:
+    rules = [mask, *_bounds(pairs, (B_, H_, T, S), query)]
+    if pairs.segments is not None:
         q_id, k_id = load(0, (B, I), INT), load(1, (B, J), INT)
-        rules.append(Rule(q_id.equals(k_id) & (q_id >= 0), said.segments))
-    if said.alibi_slopes is not None:
-        scores = composed(scores, _alibi(said.alibi_slopes, inputs, offsets))
+        rules.append(Rule(q_id.equals(k_id) & (q_id >= 0), pairs.segments))
+    if pairs.alibi_slopes is not None:
+        scores = composed(scores, _alibi(pairs.alibi_slopes, inputs, offsets))
     cap = options.soft_cap
     if cap is None and scores is not None and (cap := recognised_cap(scores.expression)) is not None:
         scores = None
@@ -74,9 +74,9 @@ def with_functions(
     return options._replace(functions=key_), extras._replace(ints=ints, floats=floats)
 
 
-def _bounds(said: Said, sizes: tuple[int, int, int, int], like: Tensor) -> list[Rule]:
+def _bounds(pairs: PairOptions, sizes: tuple[int, int, int, int], like: Tensor) -> list[Rule]:
     rules = []
-    for name, given, length in (("bounds", said.bounds, sizes[2]), ("key_bounds", said.key_bounds, sizes[3])):
+    for name, given, length in (("bounds", pairs.bounds, sizes[2]), ("key_bounds", pairs.key_bounds, sizes[3])):
         if given is None:
             continue
         if not isinstance(given, tuple | list) or len(given) != 2:
