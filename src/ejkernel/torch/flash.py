@@ -115,7 +115,9 @@ def flash_attention(
     inputs = Inputs(query, key, value, lengths)
     pairs = PairOptions(mask_mod, score_mod, bounds, key_bounds, alibi_slopes, ids)
     if any(x is not None for x in pairs):
-        options, extras = with_pair_rules(inputs, offsets, pairs, options, extras)  # pyright: ignore[reportCallIssue]
+        # a graph of `torch.compile` breaks here
+        attach: Any = torch.compiler.disable(with_pair_rules) if torch.compiler.is_compiling() else with_pair_rules
+        options, extras = attach(inputs, offsets, pairs, options, extras)
     out, lse = attend(inputs, extras if any(x is not None for x in extras) else NO_EXTRAS, options)
     if unbatched:
         out, lse = out[0], lse[0]

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ejkernel.expressions.binding import Rule, Sizes, distance, with_indices
@@ -37,11 +36,10 @@ class PairOptions(NamedTuple):
     segments: tuple[Tensor, Tensor] | None
 
 
-@torch.compiler.disable
 def with_pair_rules(
     inputs: Inputs, offsets: Offsets | None, pairs: PairOptions, options: Options, extras: Extras
 ) -> tuple[Options, Extras]:
-    """The options and tensors of a call with its rules bound. `torch.compile` breaks its graph here."""
+    """The options and tensors of a call with its rules bound."""
     query, key, *_ = inputs
     (B_, T, H_, _), S, device = query.shape, key.shape[1], query.device
     mask, scores = (
