@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 INCLUDED = re.compile(r'^--8<-- "(src/\S+\.md)"$', re.MULTILINE)
 SIBLING = re.compile(r"\]\(\.\./(\w+)/README\.md(#[\w-]+)?\)")
 FAMILY = re.compile(r"\]\((?:\.\./)+src/ejkernel/kernels/(\w+)/README\.md(#[\w-]+)?\)")
-NOTES = re.compile(r"\]\((?:\.\./)+docs/notes/(\w+\.md)(#[\w-]+)?\)")
+PAGE = re.compile(r"\]\((?:\.\./)+docs/((?:notes/)?\w+\.md)(#[\w-]+)?\)")
 PLOT = re.compile(r"\]\((?:\.\./)+(benchmarks/results/\w+\.svg)\)")
 EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
 
@@ -35,7 +35,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     markdown = INCLUDED.sub(lambda m: _readme(m[1]), markdown)
     markdown = FAMILY.sub(lambda m: f"]({up}families/{m[1]}.md{m[2] or ''})", markdown)
-    markdown = NOTES.sub(lambda m: f"]({up}notes/{m[1]}{m[2] or ''})", markdown)
+    markdown = PAGE.sub(lambda m: f"]({up}{m[1]}{m[2] or ''})", markdown)
     markdown = PLOT.sub(lambda m: f"]({up}{m[1]})", markdown)
     return EXAMPLE.sub(lambda m: f"]({up}examples.md#{m[1].replace('_', '-')})", markdown)
 

@@ -1,5 +1,6 @@
 """ejgpu's functions against those of `ejkernel.modules`, and against numpy where they add something."""
 
+import re
 from functools import partial
 
 import jax
@@ -97,6 +98,23 @@ def test_slopes_have_a_gradient_and_may_be_traced():
 
     gradient = jax.grad(loss)(jnp.ones(H), jnp.array([0, T, 2 * T]))
     assert gradient.shape == (H,) and np.abs(gradient).max() > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_alibi_makes_no_array_of_pairs(packed):
+    """Neither it nor its gradient: at 16384 tokens that would be gigabytes."""
+    long, tokens = 4096, (4096,) if packed else (1, 4096)
+    q, k = (jax.ShapeDtypeStruct((*tokens, heads, D), jnp.float32) for heads in (H, HKV))
+    given = {"layout": "thd", "cu_seqlens_q": jnp.array([0, 900, long])} if packed else {}
+
+    def loss(q, k, v, slopes):
+        return ejgpu.flash_attn_varlen(q, k, v, alibi_slopes=slopes, **given).sum()
+
+    slopes = jax.ShapeDtypeStruct((2, H) if packed else (H,), jnp.float32)
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(q, k, k, slopes)
+    shapes = re.findall(r"tensor<((?:\d+x)+)", step.as_text())
+    largest = max(np.prod([int(n) for n in shape.split("x")[:-1]]) for shape in shapes)
+    assert long * H * D <= largest < long * long / 4
 
 
 def test_decode_sees_what_is_valid():

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from ejkernel.torch import LocalStrideSparseAttention, flash_attention
+from ejkernel.torch.calls import Options
+from ejkernel.torch.inputs import Lengths
+from ejkernel.torch.operation import NO_EXTRAS, Extras
 
+NOTHING = (*NO_EXTRAS, *Lengths())
+DROPOUT = {"dropout_prob": 0.5, "dropout_seed": 3}
 BACKENDS = ["eager", "aot_eager"]
 
 
@@ -21,10 +26,12 @@ def samples():
     q, k, v = qkv(T=20)
     module = attention()
     lengths = [torch.zeros(1, 20, dtype=torch.int32)] * 2 + [torch.arange(20, dtype=torch.int32)[None]] * 2
+    sinks, bias = (torch.zeros(shape, requires_grad=True) for shape in ((2,), (1, 2, 1, 20)))
+    extras = Extras(sinks, bias, dropout_seeds=torch.ones((2, 2), dtype=torch.int32))
     return module, {
-        "plain": (q, k, v, None, None, None, None, None, 0.25, None, 0, None, "", 0, 0),
-        "pattern": (q, k, v, None, None, None, None, None, 0.25, None, 0, None, module.pattern.key, 0, 0),
-        "everything": (q, k, v, torch.zeros(2, requires_grad=True), *lengths, 0.25, -9, 0, 5.0, "", 16, 16),
+        "plain": (q, k, v, *NOTHING, *Options(0.25, hi=0)),
+        "pattern": (q, k, v, *NOTHING, *Options(0.25, hi=0, pattern=module.pattern.key)),
+        "everything": (q, k, v, *extras, *lengths, *Options(0.25, -9, 0, 5.0, "", 16, 16, 0.2)),
     }
 
 
@@ -45,7 +52,7 @@ def test_both_layouts_have_the_strides_they_promise():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["plain", "seqlens", "packed", "flash", "lse"])
+@pytest.mark.parametrize("case", ["plain", "seqlens", "packed", "flash", "flash-arrays", "lse"])
 def test_compiled_is_eager(case, backend):
     torch.compiler.reset()
     module, (q, k, v) = attention(), qkv()
@@ -54,6 +61,9 @@ def test_compiled_is_eager(case, backend):
         "seqlens": lambda q, k, v: module(q, k, v, seqlens=torch.tensor([7, 40])).cos(),
         "packed": lambda q, k, v: module(q[0], k[0], v[0], cu_seqlen_k=torch.tensor([0, 10, 40])).cos(),
         "flash": lambda q, k, v: flash_attention(q, k, v, causal=True, softmax_aux=torch.zeros(2)).cos(),
+        "flash-arrays": lambda q, k, v: flash_attention(
+            q, k, v, bias=q[:, :, :, 0].transpose(1, 2)[..., None], q_segment_ids=torch.arange(40) // 7, **DROPOUT
+        ).cos(),
         "lse": lambda q, k, v: sum(x.sum() for x in module(q, k, v, return_lse=True)),
     }
     function = functions[case]
@@ -61,6 +71,24 @@ def test_compiled_is_eager(case, backend):
     expected, actual = function(q, k, v), compiled(q, k, v)
     torch.testing.assert_close(actual, expected)
     ours, theirs = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (actual, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_functions_break_the_graph_and_work():
+    torch.compiler.reset()
+    q, k, v = qkv()
+    slopes = torch.rand(2, requires_grad=True)
+
+    def function(q, k, v, slopes):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + slopes[h] * (kv_idx - q_idx)
+
+        return flash_attention(q, k, v, causal=True, score_mod=score_mod).cos().sum()
+
+    compiled = torch.compile(function, backend="eager")
+    leaves = (q, k, v, slopes)
+    ours, theirs = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -93,7 +121,7 @@ def test_meta_and_fake_tensors_have_shapes():
 def test_a_second_derivative_is_refused():
     module, (q, k, v) = attention(), qkv(T=20)
     key = module.pattern.key
-    out, _ = torch.ops.ejkernel.attention(q, k, v, *[None] * 5, 0.25, None, 0, None, key, 0, 0)
+    out, _ = torch.ops.ejkernel.attention(q, k, v, *NOTHING, *Options(0.25, hi=0, pattern=key))
     (dq,) = torch.autograd.grad(out.cos().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward"):
         dq.sum().backward()
@@ -102,4 +130,4 @@ def test_a_second_derivative_is_refused():
 def test_a_pattern_of_another_process_is_named():
     q, k, v = qkv(T=20)
     with pytest.raises(ValueError, match="block pattern 00 is not known in this process"):
-        torch.ops.ejkernel.attention(q, k, v, *[None] * 5, 0.25, None, 0, None, "00", 0, 0)
+        torch.ops.ejkernel.attention(q, k, v, *NOTHING, *Options(0.25, hi=0, pattern="00"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ejkernel.ops import Target, interpret
-from ejkernel.torch import LocalStrideSparseAttention, launches, programs
+from ejkernel.torch import LocalStrideSparseAttention, flash_attention, launches, programs
 
 H200 = Target("gpu", "nvidia_h200", "sm_90", cores=132)
 
@@ -82,6 +82,26 @@ def test_tensors_reach_the_kernels_and_what_was_compiled_is_launched_again(launc
         _, grid, arguments = launched.launches[0]
         assert grid == (1, 2, 1) and arguments["T"] == 64 and arguments["p_q"].data_ptr() == q.data_ptr()
         assert arguments["p_out"].data_ptr() == out.data_ptr() and arguments["C"].G == 2
+        launched.launches.clear()
+        launched.jit_runs.clear()
+
+
+@pytest.mark.cuda_aot_more
+def test_functions_biases_and_what_has_gradients_reach_the_kernels(launched):
+    q, k, v = qkv(T=96, Hkv=2)
+    bias, slopes, row = (torch.rand(shape).requires_grad_() for shape in ((1, 2, 96, 96), (2,), (96,)))
+    prefix, scheduled = torch.tensor([9]), ["maps_kernel", "rows_kernel"]
+    kernels = [*scheduled, *["forward_kernel"] * 2, "row_terms_kernel", *scheduled, *["dq_kernel"] * 2]
+    kernels += [*scheduled, *["dkv_kernel"] * 2, "dbias_kernel", *["row_operand_kernel"] * 2]
+    for repeated in (False, True):
+        out = flash_attention(
+            q, k, v, bias=bias, dropout_prob=0.1, dropout_seed=1,
+            mask_mod=lambda b, h, i, j: (i >= j) | (j < prefix[b]),
+            score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j) * row[i],
+        )  # fmt: skip
+        out.sum().backward()
+        assert [name for name, _, _ in launched.launches] == kernels
+        assert not (repeated and launched.jit_runs)
         launched.launches.clear()
         launched.jit_runs.clear()
 

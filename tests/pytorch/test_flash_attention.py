@@ -182,8 +182,6 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "causal": (TypeError, "causal must be True or False", {"causal": 1}),
     "sinks": (ValueError, r"softmax_aux \(3, 2\) must be", {"softmax_aux": torch.zeros(3, 2)}),
     "sinks of ints": (TypeError, "softmax_aux must be a tensor of floats", {"softmax_aux": torch.zeros(2).int()}),
-    "dropout": (TypeError, "dropout_prob", {"dropout_prob": 0.1}),
-    "bias": (TypeError, "bias", {"bias": torch.zeros(1)}),
 }
 
 

@@ -18,6 +18,11 @@ loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not loaded & {"triton", "jax_triton", "matplotlib", "rich", "typer"}, loaded
 with interpret():  # all that CUDA does but for the launch itself
     module(q, q, q).sum().backward()
+    table = torch.ones(20, 20, requires_grad=True)
+    functions = {"mask_mod": lambda b, h, i, j: table[i, j] > 0, "score_mod": lambda s, b, h, i, j: s + table[i, j]}
+    more = {"bias": table, "bounds": ([0] * 20, None), "alibi_slopes": table[0, :2], "dropout_prob": 0.1}
+    from ejkernel.torch import flash_attention
+    flash_attention(q, q, q, **functions, **more, dropout_seed=1).sum().backward()
 import jax
 print(sorted(jax._src.xla_bridge._backends))
 """

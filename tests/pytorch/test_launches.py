@@ -19,6 +19,7 @@ from ejkernel.torch import (
     programs,
 )
 from ejkernel.torch.calls import Options
+from ejkernel.torch.operation import NO_EXTRAS
 
 H200 = Target("gpu", "nvidia_h200", "sm_90", cores=132)
 
@@ -114,7 +115,7 @@ def test_packed_heads_and_split_keys_change_nothing(group, splits, lengths):
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((2, n, h, 16), generator=random) for n, h in ((3, 4), (64, 4 // group), (64, 4 // group)))
     expected, expected_lse = module(q, k, v, seqlens=lengths, return_lse=True)
-    tensors = (q, k, v, None, *module._padded(q, k, None, lengths))
+    tensors = (q, k, v, *NO_EXTRAS, *module._padded(q, k, None, lengths))
     options = Options(scale=0.25, hi=0, pattern=module.pattern.key, block_m=16, block_n=16)
     with interpret():
         out, lse = launches.forward(tensors, options, splits=splits)

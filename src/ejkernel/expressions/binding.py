@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.expressions.evaluation import evaluate, gather
+from ejkernel.expressions.evaluation import JAX, Namespace, clamped, evaluate, gather
 from ejkernel.expressions.nodes import (
     AXIS,
     BOOL,
@@ -153,14 +153,14 @@ def has_single_head(rule: Rule) -> bool:
     return not used and rule.expression is not H and set(sizes) == {1}
 
 
-def rule_value(rule: Rule, axes: Mapping[str, Any]) -> Any:
+def rule_value(rule: Rule, axes: Mapping[str, Any], namespace: Namespace = JAX) -> Any:
     """The value of a rule at indices "b", "h", "i", "j" that broadcast against each other."""
 
     def read(node: Expression, index: tuple[Any, ...]) -> Any:
         array = rule.arrays[node.data]
         return gather(array, _batch_free(array, index))
 
-    return evaluate(rule.expression, axes, load=read, stop=jax.lax.stop_gradient)
+    return evaluate(rule.expression, axes, load=read, stop=namespace.stop, namespace=namespace)
 
 
 class Sizes(NamedTuple):
@@ -185,11 +185,23 @@ def worth_binding(node: Expression) -> bool:
 
 
 class Binder:
-    """Binds expressions of one call, which share operands."""
+    """Binds expressions of one call, which share operands.
+
+    A subclass may have other arrays than JAX's, in whose module `xp` functions are called as in jax.numpy.
+    """
+
+    xp: Any = jnp
+    namespace = JAX
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
         self.operands: dict[tuple[str, str], dict[Any, jax.Array]] = {}
+
+    def converted(self, x: Any, dtype: str) -> Any:
+        return jnp.asarray(x, dtype)
+
+    def numbers(self, n: int) -> Any:
+        return jnp.arange(n, dtype=jnp.int32)
 
     def bound(self, rule: Rule) -> Expression:
         """The bound expression of a rule."""
@@ -214,18 +226,18 @@ class Binder:
         key = (node, tuple(id(arrays[n.data]) for n in nodes(node) if n.name == LOAD))
         if key not in pool:
             length = {"row": (self.sizes.T,), "column": (self.sizes.S,)}.get(kind, ())
-            value = jnp.asarray(self._value(node, arrays), dtype)
+            value = self.converted(self._value(node, arrays), dtype)
             value = value.reshape((1,) * (3 - value.ndim) + value.shape)
-            value = jnp.broadcast_to(value, (*value.shape[:2], *length)) if length else value[:, :, 0]
+            value = self.xp.broadcast_to(value, (*value.shape[:2], *length)) if length else value[:, :, 0]
             pool[key] = value
         found = operand(kind, list(pool).index(key), dtype)
         return _nonzero(found) if node.dtype == BOOL else found
 
     def _value(self, node: Expression, arrays: Sequence[Any]) -> Any:
         """Over (batch, head, index), each of size 1 where nothing depends on it."""
-        b, h, i, j = (jnp.arange(n, dtype=jnp.int32) for n in self.sizes)
+        b, h, i, j = map(self.numbers, self.sizes)
         axes = {"b": b[:, None, None], "h": h[:, None], "i": i, "j": j}
-        return rule_value(Rule(node, tuple(arrays)), axes)
+        return rule_value(Rule(node, tuple(arrays)), axes, self.namespace)
 
     def _lookup(self, node: Expression, arrays: Sequence[Any], visit: Any) -> Expression:
         """A load whose indices depend on query and key; those that do not choose a part of the array beforehand."""
@@ -233,16 +245,15 @@ class Binder:
         fixed = [n for n, index in enumerate(node.args) if not index.axes & {"i", "j"}]
         free = [n for n in range(array.ndim) if n not in fixed]
         chosen = [self._value(node.args[n], arrays) for n in fixed]
-        chosen = [x if jnp.ndim(x) == 0 else jnp.reshape(x, (1,) * (3 - x.ndim) + x.shape)[..., 0] for x in chosen]
-        moved = jnp.transpose(array, (*fixed, *free))
+        chosen = [x if x.ndim == 0 else x.reshape((1,) * (3 - x.ndim) + x.shape)[..., 0] for x in chosen]
+        moved = self.xp.moveaxis(array, tuple(fixed), tuple(range(len(fixed))))
         leading = _batch_free(array, chosen) if fixed[:1] == [0] else chosen
-        clamped = [jnp.clip(i, 0, moved.shape[n] - 1) for n, i in enumerate(leading)]
-        part = moved[tuple(clamped)] if clamped else moved
+        part = moved[tuple(clamped(leading, moved.shape))] if fixed else moved
         shape = tuple(array.shape[n] for n in free)
         part = part.reshape((*(1,) * (2 + len(shape) - part.ndim), *part.shape))
         pool = self.operands.setdefault((dtype, "table"), {})
         key = (id(array), tuple(node.args[n] for n in fixed), shape)
-        pool.setdefault(key, part.astype(dtype).reshape(*part.shape[:2], prod(shape)))
+        pool.setdefault(key, self.converted(part, dtype).reshape(*part.shape[:2], prod(shape)))
         offset = sum(x.shape[2] for x in list(pool.values())[: list(pool).index(key)])
         found = lookup(offset, shape, tuple(visit(node.args[n]) for n in free), dtype)
         return _nonzero(found) if node.dtype == BOOL else found
@@ -253,8 +264,8 @@ class Binder:
         for (dtype, kind), pool in self.operands.items():
             parts = list(pool.values())
             leading = tuple(max(x.shape[n] for x in parts) for n in (0, 1))
-            parts = [jnp.broadcast_to(x, (*leading, *x.shape[2:])) for x in parts]
-            joined = jnp.concatenate(parts, 2) if kind == "table" else jnp.stack(parts, 2)
+            parts = [self.xp.broadcast_to(x, (*leading, *x.shape[2:])) for x in parts]
+            joined = self.xp.concatenate(parts, 2) if kind == "table" else self.xp.stack(parts, 2)
             packed[f"{'float' if dtype == FLOAT else 'int'}_{kind}s"] = joined
         return packed
 

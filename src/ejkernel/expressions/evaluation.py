@@ -1,7 +1,10 @@
-"""The value of an expression in jax.numpy: for the definition, XLA, and inside Pallas kernels, which are traced."""
+"""The value of an expression in jax.numpy: for the definition, XLA, and inside Pallas kernels, which are traced.
+
+`ejkernel.torch` has a namespace of its own for tensors.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +94,37 @@ _JNP: dict[str, Callable[..., Any]] = {
 }
 
 
+def _constant(x: Any, node: Expression) -> Any:
+    return np.dtype(node.dtype).type(x)
+
+
+def _cast(x: Any, node: Expression) -> Any:
+    if node.dtype == BOOL:
+        return jnp.asarray(x) != 0
+    x = jnp.asarray(x)
+    # by way of int32: not every compiler of kernels has the other way from bool
+    return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x).astype(_DTYPES[node.dtype])
+
+
+class Namespace(NamedTuple):
+    """How expressions are computed on arrays of a kind.
+
+    Attributes:
+        operations: functions by the names of `OPERATIONS`, but for casts.
+        constant: a number in the dtype of a node.
+        cast: a value in the dtype of a node.
+        stop: what keeps a gradient from passing.
+    """
+
+    operations: Mapping[str, Callable[..., Any]]
+    constant: Callable[[Any, Expression], Any]
+    cast: Callable[[Any, Expression], Any]
+    stop: Callable[[Any], Any]
+
+
+JAX = Namespace(_JNP, _constant, _cast, lax.stop_gradient)
+
+
 def evaluate(
     expression: Expression,
     axes: Mapping[str, Any],
@@ -99,6 +133,7 @@ def evaluate(
     load: Callable[[Expression, tuple[Any, ...]], Any] | None = None,
     operand: Callable[[Expression], Any] | None = None,
     stop: Callable[[Any], Any] = _JNP["stop"],
+    namespace: Namespace = JAX,
 ) -> Any:
     """The value of an expression.
 
@@ -108,13 +143,14 @@ def evaluate(
         score: the logits.
         load: the value of a `load` or `lookup`, from the node and the values of its indices.
         operand: the value of an operand of a bound expression.
-        stop: what keeps a gradient from passing, where JAX differentiates the result.
+        stop: what keeps a gradient from passing, where the result is differentiated as it is computed.
+        namespace: of the arrays.
     """
     values: dict[Expression, Any] = {}
     for node in nodes(expression):
         args = tuple(values[arg] for arg in node.args)
         if node.name == CONST:
-            value = np.dtype(node.dtype).type(node.data)
+            value = namespace.constant(node.data, node)
         elif node.name == AXIS:
             value = axes[node.data]
         elif node.name == SCORE:
@@ -126,24 +162,20 @@ def evaluate(
             assert load is not None
             value = load(node, args)
         elif node.name == "cast":
-            value = _cast(args[0], node)
+            value = namespace.cast(args[0], node)
         elif node.name == "stop":
             value = stop(args[0])
         else:
-            value = _JNP[node.name](*args)
+            value = namespace.operations[node.name](*args)
         values[node] = value
     return values[expression]
 
 
-def _cast(x: Any, node: Expression) -> Any:
-    if node.dtype == BOOL:
-        return jnp.asarray(x) != 0
-    x = jnp.asarray(x)
-    # by way of int32: not every compiler of kernels has the other way from bool
-    return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x).astype(_DTYPES[node.dtype])
-
-
 def gather(array: Any, index: Sequence[Any]) -> Any:
     """Entries of an array at indices that broadcast against each other, clamped to what there is."""
-    clamped = [jnp.clip(i, 0, n - 1) for i, n in zip(index, array.shape, strict=True)]
-    return array[tuple(clamped)]
+    return array[tuple(clamped(index, array.shape))]
+
+
+def clamped(index: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    """Indices of the leading dimensions of a shape, within it."""
+    return [i if isinstance(i, int) else i.clip(0, n - 1) for i, n in zip(index, shape, strict=False)]

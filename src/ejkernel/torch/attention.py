@@ -24,7 +24,7 @@ from ejkernel.torch.inputs import (
     prepared,
     scale_of,
 )
-from ejkernel.torch.operation import attend, is_plain
+from ejkernel.torch.operation import NO_EXTRAS, attend, is_plain
 from ejkernel.torch.pattern import Pattern, as_blocks, checked_block_size, is_kv_cache_efficient, local_stride
 
 _QKV = ("q", "k", "v")
@@ -178,7 +178,7 @@ class SparseAttention(torch.nn.Module):
         return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if self.seq_dim == 2 else (q, k, v)
 
     def _finished(self, inputs: Inputs, options: Options, packed: bool, return_lse: bool, layouts: Any = None) -> Any:
-        out, lse = attend(inputs, None, options, layouts)
+        out, lse = attend(inputs, NO_EXTRAS, options, layouts)
         if packed:
             out, lse = out[0], lse[0]
         elif self.seq_dim == 2:

@@ -8,14 +8,36 @@ from torch import Tensor
 
 from ejkernel.kernels.softmax.spec import Band, Spec
 from ejkernel.ops import Call
+from ejkernel.torch.functions import Functions
 from ejkernel.torch.inputs import FLOAT8S, Lengths
 from ejkernel.torch.pattern import Pattern
+
+
+class Cotangents(NamedTuple):
+    """What a forward gave, and the gradients of it."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Of the first `TRAINED` tensors, or whether they are needed; None where there is no such tensor."""
+
+    query: Any
+    key: Any
+    value: Any
+    sinks: Any = None
+    bias: Any = None
+    floats: Any = None
 
 
 class Options(NamedTuple):
     """What is static about a call, in words that a custom op takes.
 
-    `pattern` is the key of a `Pattern`, or ""; `block_m` and `block_n` are the tile, or 0.
+    `pattern` is the key of a `Pattern`, or ""; `block_m` and `block_n` are the tile, or 0; `functions` is the key of
+    `Functions`, or "".
     """
 
     scale: float
@@ -25,9 +47,13 @@ class Options(NamedTuple):
     pattern: str = ""
     block_m: int = 0
     block_n: int = 0
+    dropout: float = 0.0
+    functions: str = ""
 
 
-# query, key, value, sinks, then the four of `Lengths`
+# the tensors of an operation, in order; those but the first three may be None. The first `TRAINED` have gradients
+NAMES = ("query", "key", "value", "sinks", "bias", "floats", "ints", "dropout_seeds", *Lengths._fields)
+TRAINED = 6
 Tensors = tuple[Any, ...]
 
 
@@ -48,15 +74,14 @@ def _spec(options: Options) -> Spec:
         soft_cap=options.soft_cap,
         pattern_block=None if pattern is None else (pattern.block_size, pattern.block_size),
         pattern_by_position=pattern is not None and not pattern.by_index,
+        dropout=options.dropout,
+        rules=Functions.known(options.functions).rules,
     )
-
-
-_NAMES = ("query", "key", "value", "sinks", *Lengths._fields)
 
 
 def canonical(tensors: Tensors, options: Options) -> Any:
     """The call as the softmax family knows it, on tensors."""
-    arrays: dict[str, Any] = {name: x for name, x in zip(_NAMES, tensors, strict=True) if x is not None}
+    arrays: dict[str, Any] = {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}
     if "sinks" in arrays:
         arrays["sinks"] = arrays["sinks"][None]
     return Call(_spec(options), arrays)

@@ -181,3 +181,45 @@ def cumulative(name: str, x: Any, total: int, like: Tensor, most: int | None = N
         check_values(name, given, lambda c: c.diff(append=c[-1:]) > most, longest)
     # nothing outside is read, whatever it holds
     return on_device(given, like).cummax(0).values.clamp(0, total).to(torch.int32)
+
+
+def segment_ids(query: Tensor, key: Tensor, q_ids: Any, kv_ids: Any) -> tuple[Tensor, Tensor] | None:
+    """int32 (B, T) and (B, S), of which a negative one is padding."""
+    if q_ids is None:
+        if kv_ids is not None:
+            raise ValueError("kv_segment_ids needs q_segment_ids")
+        return None
+    (B, T, *_), S = query.shape, key.shape[1]
+    if kv_ids is None and S != T:
+        raise ValueError(f"keys have {S} tokens and queries {T}: give kv_segment_ids")
+    q = _rows("q_segment_ids", q_ids, (B, T), query)
+    return q, q if kv_ids is None else _rows("kv_segment_ids", kv_ids, (B, S), query)
+
+
+def _rows(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """int32 of that shape on the device of another, where the leading dimensions broadcast."""
+    x = x if isinstance(x, Tensor) else torch.as_tensor(x)
+    x = integers(name, x, tuple(x.shape))
+    sizes = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
+    leading = zip(sizes[:-1], shape, strict=False)
+    if len(sizes) != len(shape) or sizes[-1] != shape[-1] or any(n != 1 and n != m for n, m in leading):
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    if x.dtype == torch.int64:
+        x = x.clamp(-(2**31), 2**31 - 1)
+    return on_device(x, like).expand(shape).contiguous()
+
+
+def limits(name: str, x: Any, heads: tuple[int, int, int], like: Tensor) -> Tensor | None:
+    """int32 (B, length), or (B, H, length) for three dimensions, of `heads` = (B, H, length); None is open."""
+    if x is None:
+        return None
+    B, H, length = heads
+    dims = x.dim() if isinstance(x, Tensor) else torch.as_tensor(x).dim()
+    return _rows(name, x, (B, H, length) if dims == 3 else (B, length), like)
+
+
+def aligned_lengths(q_ids: Tensor, kv_ids: Tensor) -> Lengths:
+    """Of segments, with the positions of tokens whose ends are aligned."""
+    (B, T), S = q_ids.shape, kv_ids.shape[1]
+    at = [torch.arange(*ends, dtype=torch.int32, device=q_ids.device) for ends in ((S - T, S), (0, S))]
+    return Lengths(q_ids, kv_ids, *(x.expand(B, -1).contiguous() for x in at))

@@ -10,8 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ejkernel.kernels.softmax.rules import has_table_gradient
 from ejkernel.ops import Call
-from ejkernel.torch.calls import Options, Tensors, are_heads_first, canonical, layouts_of, output_dtype
+from ejkernel.torch.calls import (
+    Cotangents,
+    Gradients,
+    Options,
+    Tensors,
+    are_heads_first,
+    canonical,
+    layouts_of,
+    output_dtype,
+)
+from ejkernel.torch.cpu import operand_gradients
 from ejkernel.torch.few_queries import (
     MOST_ROWS,
     Arrangement,
@@ -34,8 +45,8 @@ def forward(
 
     `splits` is into how many the keys are split, by default as many as fill the device.
     """
-    query, key, value, sinks, segments, *_ = tensors
-    plain = sinks is None and segments is None and splits is None
+    query, key, value, *others = tensors
+    plain = splits is None and all(x is None for x in others)
     call_key = (layouts or layouts_of(query, key, value), options) if plain else None
     with _current_device(query):
         ready = _READY.get(call_key)
@@ -53,15 +64,21 @@ def forward(
         return program.forward(dict(call.arrays))
 
 
-def backward(
-    tensors: Tensors, options: Options, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(tensors: Tensors, options: Options, cotangents: Cotangents, needed: Gradients) -> Gradients:
+    out, lse, dout, dlse = cotangents
     with _current_device(out):
         heads_first, call = _dense(canonical(tensors, options))
-        dout = _dense_as(dout.to(out.dtype), heads_first)
-        dlse = None if dlse is None else dlse.float().contiguous()
-        out = _dense_as(out, heads_first)
-        return _program(call, options, heads_first).backward(dict(call.arrays), out, lse.contiguous(), dout, dlse)
+        dense = Cotangents(
+            _dense_as(out, heads_first),
+            lse.contiguous(),
+            _dense_as(dout.to(out.dtype), heads_first),
+            None if dlse is None else dlse.float().contiguous(),
+        )
+        gradients = _program(call, options, heads_first).backward(dict(call.arrays), dense, needed)
+        score = call.spec.rules.score
+        if score is not None and needed.floats and has_table_gradient(score):
+            gradients = gradients._replace(floats=operand_gradients(tensors, options, cotangents, read_values=False))
+        return gradients
 
 
 # programs of plain calls: q, k and v without lengths or sinks, launched on as they lie, neither packed nor split
@@ -107,6 +124,7 @@ def _program(
         device=query.device,
         out=out or output_dtype(query),
         arrangement=arrangement,
+        functions=options.functions,
     )
     return program_of(kind)
 
@@ -119,7 +137,8 @@ def _arrangement(call: Any, options: Options, heads_first: bool, splits: int | N
     (B, T, H, _), (_, S, Hkv, _) = call["query"].shape, call["key"].shape
     group = H // Hkv
     pattern = Pattern.known(options.pattern) if options.pattern else None
-    if pattern is not None and pattern.by_index:  # rows and keys of another shape have another index
+    by_index = options.functions or "bias" in call or "dropout_seeds" in call
+    if by_index or (pattern is not None and pattern.by_index):  # rows and keys of another shape have another index
         return 1, 1
     shared = pattern is None or pattern.shared(Hkv)
     if group == 1 or T * group > MOST_ROWS or "sinks" in call or not shared:

@@ -10,14 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ejkernel.expressions.bounds import has_operands, is_exact
+from ejkernel.expressions.nodes import Expression
 from ejkernel.kernels.common.sizes import power_of_two
+from ejkernel.kernels.common.triton_rules import DeviceFunction, layouts_of, unsupported_operations
 from ejkernel.kernels.softmax import triton as family
+from ejkernel.kernels.softmax.rules import has_table_gradient, slopes
 from ejkernel.kernels.softmax.schedule import Lists, Schedule, Side
 from ejkernel.kernels.softmax.spec import Spec, dimensions
 from ejkernel.kernels.softmax.triton import Config, Tile
 from ejkernel.ops import Call, Target
-from ejkernel.torch.calls import empty_rows, sink_gradient
+from ejkernel.torch.calls import Cotangents, Gradients, empty_rows, sink_gradient
 from ejkernel.torch.few_queries import Arrangement, static_lengths
+from ejkernel.torch.functions import Functions
 from ejkernel.torch.inputs import FLOAT8S
 from ejkernel.torch.pattern import Pattern
 from ejkernel.torch.prepared_launch import DTYPES, PreparedLaunch, aligned_to_16_bytes
@@ -39,6 +44,7 @@ class Kind(NamedTuple):
     device: torch.device
     out: torch.dtype
     arrangement: Arrangement | None = None
+    functions: str = ""
 
 
 @lru_cache
@@ -66,6 +72,9 @@ class DeviceSchedule(NamedTuple):
     order: Tensor | None = None
 
 
+Schedules = dict[tuple[int, int, Side], DeviceSchedule]  # by the tile
+
+
 class LaunchPair(NamedTuple):
     """A fast launch, and the nan-safe one over the blocks in which the fast one left a nan."""
 
@@ -75,9 +84,9 @@ class LaunchPair(NamedTuple):
 
 
 class ScheduleLaunches(NamedTuple):
-    """The launches that make a schedule from lengths, and the shapes of what they write."""
+    """The launches that make a schedule from lengths or a function, and the shapes of what they write."""
 
-    extents: PreparedLaunch
+    blocks: PreparedLaunch
     rows: PreparedLaunch
     shapes: dict[str, tuple[int, ...]]
 
@@ -89,12 +98,18 @@ class Program:
         self.kind = kind
         self.compiled = kind.device.type == "cuda"
         self.pattern = Pattern.known(kind.pattern) if kind.pattern else None
+        self.functions = Functions.known(kind.functions)
         self.call = self._described()
         self.dims = dimensions(self.call)
-        self.static = kind.arrangement is not None or "q_segments" not in self.call
+        if reasons := unsupported_operations(*kind.spec.rules):
+            raise NotImplementedError("; ".join(reasons))
+        rule = kind.spec.rules.mask
+        of_shapes = "q_segments" not in self.call and (rule is None or (is_exact(rule) and not has_operands(rule)))
+        self.static = kind.arrangement is not None or of_shapes
         self.config = self._config()
         self.pairs: dict[str, LaunchPair] = {}
         self.terms: dict[bool, PreparedLaunch] = {}
+        self.others: dict[Any, PreparedLaunch] = {}  # those of biases and of what functions read
         self.schedules: dict[tuple[Tile, Side], DeviceSchedule] = {}
         self.schedule_launches: dict[tuple[Tile, Side], ScheduleLaunches] = {}
         # what a launch is given and neither reads nor writes
@@ -114,6 +129,12 @@ class Program:
         computed = DTYPES[torch.bfloat16 if query in FLOAT8S else query]
         self.wide = computed if key in FLOAT8S else None
         structs["query"] = jax.ShapeDtypeStruct(structs["query"].shape, jax.numpy.dtype(computed))
+        flat = {n: torch.empty(structs[n].shape, device="meta") for n in ("ints", "floats") if n in structs}
+        operands = self.functions.operands(flat, structs["query"].shape[1], structs["key"].shape[1])
+        structs |= {
+            n: jax.ShapeDtypeStruct(tuple(x.shape), jax.numpy.dtype(n.split("_")[0] + "32"))
+            for n, x in operands.items()
+        }
         return Call(kind.spec, structs, target_of(kind.device))
 
     def _config(self) -> Config:
@@ -148,17 +169,24 @@ class Program:
         """Keys of a sub-block, of a tile whose keys come in such: as rows, only where their order is computed once."""
         return family.sub_block_keys(self.call, tile) if side == "q" or self.static else None
 
-    def schedule(self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool) -> DeviceSchedule:
-        """On the device; of a mask without lengths, once."""
+    def schedule(
+        self, tile: Tile, side: Side, tensors: Mapping[str, Tensor], aligned: bool, made: Schedules | None = None
+    ) -> DeviceSchedule:
+        """On the device; of a mask without lengths, once. `made` are those that launches of one pass share."""
         key = (tile, side)
         if not self.static:
+            made = {} if made is None else made
+            sizes = (tile.block_q, tile.block_k, side)
+            if sizes in made:
+                return made[sizes]
             if key not in self.schedule_launches:
                 self.schedule_launches[key] = self._schedule_launches(tile, side)
             launches = self.schedule_launches[key]
             written = {name: self.fixed["nothing"].new_empty(shape) for name, shape in launches.shapes.items()}
-            for launch in (launches.extents, launches.rows):
+            for launch in (launches.blocks, launches.rows):
                 launch.run({**tensors, **written}, self.compiled, aligned)
-            return DeviceSchedule(written["rows"], written.get("index"))
+            made[sizes] = DeviceSchedule(written["rows"], written.get("index"))
+            return made[sizes]
         if key not in self.schedules:
             arrays: dict[str, Any] = dict(self.call.arrays)
             if self.pattern is not None:
@@ -170,30 +198,40 @@ class Program:
         return self.schedules[key]
 
     def _schedule_launches(self, tile: Tile, side: Side) -> ScheduleLaunches:
-        from ejkernel.kernels.softmax.triton.schedule import EXTENTS, extents_kernel, rows_kernel
+        from ejkernel.kernels.softmax.triton.schedule import EXTENTS, extents_kernel, maps_kernel, rows_kernel
 
         tile = replace(tile, block_k=self.sub_block(tile, side) or tile.block_k, warps=4, stages=1)
         B, n_q, n_k = self.dims.B, -(-self.dims.T // tile.block_q), -(-self.dims.S // tile.block_k)
         rows, others = (n_q, n_k) if side == "q" else (n_k, n_q)
         patterns = 0 if self.pattern is None else self.pattern.heads
-        heads = self.dims.H if patterns > 1 else 1
-        shapes = {"extents": (B, EXTENTS.value, n_q + n_k), "rows": (B, heads, rows, 2 if patterns else 4)}
-        written, sums = ("rows", "nothing"), None
+        by_function = self.kind.spec.rules.mask is not None
+        by_head = patterns > 1 or self.functions.by_head
+        if by_function and "q_segments" not in self.call and not self.functions.by_batch:
+            B = 1
+        heads = self.dims.H if by_head else 1
+        shapes: dict[str, tuple[int, ...]] = {"rows": (B, heads, rows, 4)}
+        more: dict[str, Any] = {}
         if self.pattern is not None:
-            shapes["index"] = (B, heads, rows, others)
-            written, sums = ("rows", "index"), "sums"
             self.fixed["sums"] = self.pattern.sums(self.kind.device)
-        at_once = {f"N{x}": max(1, _TOKENS // n) for x, n in (("Q", tile.block_q), ("K", tile.block_k))}
-        extents = self._prepared(extents_kernel, tile, DeviceSchedule(), B, ("extents",), {}, {}, **at_once)
-        programs = -(-n_q // at_once["NQ"]) + -(-n_k // at_once["NK"])
-        more = {"p_extents": "extents", "p_sums": sums}
+            more["p_sums"] = "sums"
+        if lists := by_function or self.pattern is not None:
+            shapes |= {"rows": (B, heads, rows, 2), "index": (B, heads, rows, others)}
+        written = ("rows", "index" if lists else "nothing")
+        unscheduled, general = DeviceSchedule(), {"LISTS": lists}
+        if by_function:
+            shapes["maps"], more["p_maps"] = (B, heads, n_q, n_k), "maps"
+            blocks = self._prepared(maps_kernel, tile, unscheduled, B * heads, ("maps",), {}, general, HEADS=heads)
+            blocks = replace(blocks, grid=(n_k, n_q, B * heads))
+        else:
+            shapes["extents"], more["p_extents"] = (B, EXTENTS.value, n_q + n_k), "extents"
+            at_once = {f"N{x}": max(1, _TOKENS // n) for x, n in (("Q", tile.block_q), ("K", tile.block_k))}
+            blocks = self._prepared(extents_kernel, tile, unscheduled, B, ("extents",), {}, general, **at_once)
+            blocks = replace(blocks, grid=(-(-n_q // at_once["NQ"]) + -(-n_k // at_once["NK"]), B, 1))
         N = min(power_of_two(others, 32), _BLOCKS)
         options = {"HEADS": heads, "PATTERNS": patterns, "BY_KEYS": side == "k", "N": N}
         tile = replace(tile, warps=max(1, N // 256))
-        lists = self._prepared(rows_kernel, tile, DeviceSchedule(), B * heads, written, more, {}, **options)
-        return ScheduleLaunches(
-            replace(extents, grid=(programs, B, 1)), replace(lists, grid=(rows, B * heads, 1)), shapes
-        )
+        made = self._prepared(rows_kernel, tile, unscheduled, B * heads, written, more, general, **options)
+        return ScheduleLaunches(blocks, replace(made, grid=(rows, B * heads, 1)), shapes)
 
     def _prepared(
         self,
@@ -204,6 +242,7 @@ class Program:
         outputs: Sequence[str],
         more: Mapping[str, Any],
         constants: Mapping[str, Any],
+        call: Any = None,
         **others: Any,
     ) -> PreparedLaunch:
         """A launch over all rows of a schedule; `more` are arguments beyond those the kernels share."""
@@ -212,19 +251,16 @@ class Program:
         if heads > _MOST_HEADS:
             raise ValueError(f"batch times heads, {heads}, must be at most {_MOST_HEADS}: a grid of CUDA has no more")
         rows, index, order = schedule
-        shared = family.arguments(self.call, rows, index, order)
+        call = call or self.call
+        operands = {f"p_{name}": call.get(name) for name in ("ints", "floats")}
+        shared = family.arguments(call, rows, index, order, operands)
         shared = {name: _NAMES[name] if hasattr(x, "shape") else x for name, x in shared.items()}
         given = {**shared, **more}
         names = [name for name in kernel.arg_names if name != "C" and name not in others]
         named = {name: given.get(name) for name in names[: -len(outputs)]}
-        made = family.constants(
-            self.call,
-            tile,
-            LISTS=self.pattern is not None,
-            HEADS_FIRST=self.kind.heads_first,
-            WIDE=None if self.wide is None else getattr(tl, self.wide),
-            **constants,
-        )
+        wide = None if self.wide is None else getattr(tl, self.wide)
+        general = {"LISTS": index is not None, "HEADS_FIRST": self.kind.heads_first, "WIDE": wide}
+        made = family.constants(call, tile, **{**general, **constants})
         fixed = schedule._asdict() if self.static else {}
         return PreparedLaunch(
             kernel=kernel,
@@ -253,12 +289,21 @@ class Program:
         nan_safe = self._prepared(kernel, replace(tile, stages=1), schedule, heads, (*outputs, "nothing"), old, marked)
         return LaunchPair(fast, nan_safe, flags)
 
-    def _run_twice(self, name: str, kernel: str, tile: Tile, side: Side, tensors: dict[str, Any], **more: Any) -> None:
+    def _run_twice(
+        self,
+        name: str,
+        kernel: str,
+        tile: Tile,
+        side: Side,
+        tensors: dict[str, Any],
+        schedules: Schedules | None = None,
+        **more: Any,
+    ) -> None:
         """The two launches of a kernel; `more` are constants of it."""
         aligned = self.compiled and aligned_to_16_bytes(tensors)
         pair = self.pairs.get(name)
         if pair is None or not self.static:
-            schedule = self.schedule(tile, side, tensors, aligned)
+            schedule = self.schedule(tile, side, tensors, aligned, schedules)
             if pair is None:
                 outputs = {"forward": ("out", "lse", "total", "argmax"), "dq": ("dq",)}.get(kernel, ("dk", "dv"))
                 heads = self.dims.B * (self.dims.H if side == "q" else self.dims.Hkv)
@@ -284,8 +329,8 @@ class Program:
 
     @cached_property
     def _row_block(self) -> int:
-        tiles = [self.config.dq, self.config.dkv] + ([self.config.dv] if self.config.dv else [])
-        return max(tile.block_q for tile in tiles)
+        tiles = (self.config.dq, self.config.dkv, self.config.dv, self.config.dbias)
+        return max(tile.block_q for tile in tiles if tile)
 
     def _row_terms(self, with_dlse: bool) -> PreparedLaunch:
         if with_dlse not in self.terms:
@@ -300,11 +345,12 @@ class Program:
             self.terms[with_dlse] = replace(made, grid=(blocks, heads, 1))
         return self.terms[with_dlse]
 
-    def backward(
-        self, tensors: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, tensors: dict[str, Tensor], cotangents: Cotangents, needed: Gradients) -> Gradients:
+        """All gradients but those of tables that a function reads."""
         B, T, _, H, *_ = self.dims
-        config, heads_first, more = self.config, self.kind.heads_first, {"ROW_BLOCK": self._row_block}
+        out, lse, dout, dlse = cotangents
+        config, heads_first, schedules = self.config, self.kind.heads_first, {}
+        more: dict[str, Any] = {"schedules": schedules, "ROW_BLOCK": self._row_block}
         rows_lse, rows_delta = lse.new_empty((2, B, H, -(-T // self._row_block) * self._row_block)).unbind(0)
         given = {**tensors, "dout": dout, "rows_lse": rows_lse, "rows_delta": rows_delta}
         terms = {**given, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
@@ -321,7 +367,59 @@ class Program:
         if "sinks" in tensors:
             lse = torch.where(torch.isneginf(lse), torch.inf, lse)
             dsinks = sink_gradient(tensors["sinks"][0], lse, rows_delta[:, :, :T])
-        return dq, dk, dv, dsinks
+        score, dbias, dfloats = self.kind.spec.rules.score, None, None
+        if "bias" in tensors and needed.bias:
+            dbias = self._bias_gradient(given)
+        if "floats" in tensors and needed.floats and score is not None and not has_table_gradient(score):
+            dfloats = self._operand_gradients(score, given, schedules)
+        return Gradients(dq, dk, dv, dsinks, dbias, dfloats)
+
+    def _bias_gradient(self, given: dict[str, Tensor]) -> Tensor:
+        dims, bias, tile = self.dims, given["bias"], self.config.dbias or self.config.dq
+        shape, dtype, call = bias.shape, bias.dtype, self.call
+        if 1 in shape[2:]:  # little is owned: each batch and head has programs of its own, and all are summed after
+            shape, dtype = (dims.B, dims.H, *((1, dims.S) if shape[2] == 1 else (dims.T, 1))), torch.float32
+            given = {**given, "bias": bias.expand(shape).contiguous()}
+            wide = jax.ShapeDtypeStruct(shape, self.call["bias"].dtype)
+            call = replace(self.call, arrays={**self.call.arrays, "bias": wide})
+        given = {**given, "dbias": bias.new_empty(shape, dtype=dtype)}
+        if "dbias" not in self.others:
+            constants = {"ROW_BLOCK": self._row_block}
+            made = self._prepared(_kernel("dbias"), tile, DeviceSchedule(), 1, ("dbias",), _ROWS, constants, call)
+            grid = shape[0] * shape[1], -(-shape[2] // tile.block_q), -(-shape[3] // tile.block_k)
+            self.others["dbias"] = replace(made, grid=grid)
+        self.others["dbias"].run(given, self.compiled, self.compiled and aligned_to_16_bytes(given))
+        return given["dbias"].sum_to_size(bias.shape).to(bias.dtype)
+
+    def _operand_gradients(self, score: Expression, given: dict[str, Tensor], schedules: Schedules) -> Tensor:
+        """(B|1, H|1, n), as the operands lie."""
+        dims, layout = self.dims, self.functions.layouts.floats
+        dfloats = torch.zeros_like(given["floats"])
+        for node, slope in slopes(score).operands:
+            kind, number = node.data
+            sums = self._summed_slope(slope, "k" if kind == "column" else "q", given, schedules)
+            sums = sums if kind != "scalar" else sums.sum(-1, keepdim=True)
+            sums = sums.sum_to_size(*dfloats.shape[:2], sums.shape[2])
+            start = {"scalar": 0, "row": layout.scalars, "column": layout.scalars + layout.rows * dims.T}[kind]
+            start += number * sums.shape[2]
+            dfloats[:, :, start : start + sums.shape[2]] = sums
+        return dfloats
+
+    def _summed_slope(self, slope: Expression, side: Side, given: dict[str, Tensor], schedules: Schedules) -> Tensor:
+        """What a derivative by an operand sums to for each query or key, (B, H, length)."""
+        tile, heads, length = self.config.dq, self.dims.B * self.dims.H, self.dims.T if side == "q" else self.dims.S
+        aligned = self.compiled and aligned_to_16_bytes(given)
+        schedule = self.schedule(tile, side, given, aligned, schedules)
+        name = (slope, side)
+        if name not in self.others:
+            kernel = _kernel("column_operand" if side == "k" else "row_operand")
+            made = DeviceFunction(slope, layouts_of(self.call.arrays))
+            constants = {"ROW_BLOCK": self._row_block, "OPERAND_SLOPE": made}
+            self.others[name] = self._prepared(kernel, tile, schedule, heads, ("doperand",), _ROWS, constants)
+        sums = given["rows_lse"].new_empty((self.dims.B, self.dims.H, length))
+        scheduled = {n: x for n, x in schedule._asdict().items() if x is not None}
+        self.others[name].run({**given, **scheduled, "doperand": sums}, self.compiled, aligned)
+        return sums
 
 
 program_of = lru_cache(maxsize=256)(Program)
@@ -347,6 +445,10 @@ _NAMES = {
     "p_rows": "rows",
     "p_index": "index",
     "p_order": "order",
+    "p_bias": "bias",
+    "p_ints": "ints",
+    "p_floats": "floats",
+    "p_seeds": "dropout_seeds",
 }
 _ROWS = {"p_dout": "dout", "p_lse": "rows_lse", "p_delta": "rows_delta"}
 

@@ -13,7 +13,6 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -74,7 +73,7 @@ def layouts_of(arrays: Mapping[str, Any]) -> Layouts:
     return Layouts(*(Layout(*(0 if x is None else x.shape[2] for x in parts)) for parts in counts))
 
 
-def flat_operands(arrays: Mapping[str, Any]) -> tuple[Layouts, dict[str, jax.Array | None]]:
+def flat_operands(arrays: Mapping[str, Any], xp: Any = jnp) -> tuple[Layouts, dict[str, Any]]:
     """Where operands lie, and all of them, (B|1, H|1, n) for each dtype, by the names that kernels have for them."""
     flat = {}
     for dtype in ("int", "float"):
@@ -83,8 +82,8 @@ def flat_operands(arrays: Mapping[str, Any]) -> tuple[Layouts, dict[str, jax.Arr
         flat[f"p_{dtype}s"] = None
         if given:
             B, H = (max(x.shape[axis] for x in given) for axis in (0, 1))
-            rows = [jnp.broadcast_to(x, (B, H, *x.shape[2:])).reshape(B, H, prod(x.shape[2:])) for x in given]
-            flat[f"p_{dtype}s"] = jnp.concatenate(rows, 2)
+            rows = [xp.broadcast_to(x, (B, H, *x.shape[2:])).reshape(B, H, prod(x.shape[2:])) for x in given]
+            flat[f"p_{dtype}s"] = xp.concatenate(rows, 2)
     return layouts_of(arrays), flat
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.expressions.binding import OPERAND_ARRAYS, Binder, Rule, Sizes, renumbered
 from ejkernel.expressions.derivatives import derivatives
-from ejkernel.expressions.evaluation import evaluate
+from ejkernel.expressions.evaluation import JAX, Namespace, clamped, evaluate
 from ejkernel.expressions.nodes import (
     CONST,
     FLOAT,
@@ -70,7 +70,7 @@ def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
 
     def bind(arrays: list[jax.Array]) -> None:
         mask, scores = jax.tree.unflatten(tree, arrays)
-        found.append(_bind(mask, scores, sizes)[0])
+        found.append(bound_by(Binder(sizes), mask, scores))
 
     jax.eval_shape(bind, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
     return found[0]
@@ -78,16 +78,19 @@ def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
 
 @partial(jax.jit, static_argnums=1)
 def _operands(given: tuple[Rule | None, Rule | None], sizes: Sizes) -> dict[str, jax.Array]:
-    return _bind(*given, sizes)[1].arrays()
-
-
-def _bind(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, Binder]:
     binder = Binder(sizes)
-    seen = None if mask is None else binder.bound(Rule(mask.expression, jax.lax.stop_gradient(mask.arrays)))
+    bound_by(binder, *given)
+    return binder.arrays()
+
+
+def bound_by(binder: Binder, mask: Rule | None, scores: Rule | None) -> Rules:
+    """The rules as a binder binds them, which has their operands then."""
+    stop = binder.namespace.stop
+    seen = None if mask is None else binder.bound(Rule(mask.expression, tuple(map(stop, mask.arrays))))
     logits = None if scores is None else binder.bound(scores)
     if logits is not None and SCORE not in logits.axes:
         logits = select(score().equals(score()), logits, score())  # of the shape of a tile, and nan where that is
-    return Rules(None if seen is TRUE else seen, None if logits is score() else logits), binder
+    return Rules(None if seen is TRUE else seen, None if logits is score() else logits)
 
 
 def array_name(node: Expression) -> str:
@@ -121,12 +124,14 @@ class TileOperands(NamedTuple):
     Attributes:
         scalar, row, column: `(array name, number)` to values.
         table: an array's name to its entries (..., n).
+        namespace: of the arrays.
     """
 
     scalar: Callable[[str, int], Any]
     row: Callable[[str, int], Any]
     column: Callable[[str, int], Any]
     table: Callable[[str], Any] | None = None
+    namespace: Namespace = JAX
 
     def value(self, expression: Expression, i: Any, j: Any, logits: Any = None) -> Any:
         """An expression at query indices i and key indices j."""
@@ -139,15 +144,16 @@ class TileOperands(NamedTuple):
             assert self.table is not None
             return self.table(array_name(node))[..., table_index(node, index)]
 
-        return evaluate(expression, {"i": i, "j": j}, score=logits, operand=operand, load=load)
+        axes = {"i": i, "j": j}
+        return evaluate(expression, axes, score=logits, operand=operand, load=load, namespace=self.namespace)
 
 
 def table_index(node: Expression, index: tuple[Any, ...]) -> Any:
     """Where an entry lies among all tables of its dtype."""
     offset, shape = node.data
     at = 0
-    for size, i in zip(shape, index, strict=True):
-        at = at * size + jnp.clip(i, 0, size - 1)
+    for size, i in zip(shape, clamped(index, shape), strict=True):
+        at = at * size + i
     return at + offset
 
 

@@ -406,8 +406,13 @@ def _alibi(slopes: Any, dims: Dimensions, away: Rule, offsets: dict[str, Any]) -
     x = x.reshape(-1, dims.H)
     if offsets and x.shape[0] > 1:  # of each query, by its sequence
         x, index = _slopes_of_tokens(x, offsets["q_offsets"], dims.T), (B, H, I)
+    return alibi_rule(x, index, away)
+
+
+def alibi_rule(slopes: Any, index: tuple[Expression, ...], away: Rule) -> Rule:
+    """The score rule of slopes at an index, and of how far away a key is."""
     biased = score() - load(len(away.arrays), index, FLOAT) * cast(apply("abs", away.expression), FLOAT)
-    return Rule(biased, (*away.arrays, x))
+    return Rule(biased, (*away.arrays, slopes))
 
 
 @partial(jax.jit, static_argnums=2)

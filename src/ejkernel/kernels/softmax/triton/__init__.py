@@ -178,15 +178,16 @@ def _strides(x: Any, n: int) -> tuple[int, int]:
     return H * n if B > 1 else 0, n if H > 1 else 0
 
 
-def arguments(call: Call, rows: Any, index: Any, order: Any = None) -> dict[str, Any]:
+def arguments(call: Call, rows: Any, index: Any, order: Any = None, operands: Any = None) -> dict[str, Any]:
     """What the kernels share, by the names of their parameters; `rows`, `index` and `order` are of the schedule.
 
-    Arrays are taken by their shapes alone: they may be of JAX, of PyTorch, or descriptions of either.
+    Arrays are taken by their shapes alone: they may be of JAX, of PyTorch, or descriptions of either; where they are
+    not of JAX, the operands of functions are given flat.
     """
     spec: Spec = call.spec
     pattern = call.get("pattern")
-    _, operands = flat_operands(call.arrays)
-    ints, floats = operands.values()
+    operands = flat_operands(call.arrays)[1] if operands is None else operands
+    ints, floats = operands["p_ints"], operands["p_floats"]
     cells = 0 if pattern is None else pattern.shape[2] * pattern.shape[3]
     row_strides = _strides(rows, 0 if rows is None else rows.shape[2])
     return {

@@ -92,6 +92,24 @@ def weighted_sum(b_w, b_rows, m_seen, b_acc, MASKED: tl.constexpr, C: tl.constex
 
 
 @triton.jit
+def load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C: tl.constexpr):
+    """Queries and dout of a block, (BQ, BD) and (BQ, BDV)."""
+    p_q = head_rows(p_q, i_b, i_h, T, C.H, C.D, C.HEADS_FIRST)
+    p_dout = head_rows(p_dout, i_b, i_h, T, C.H, C.DV, C.HEADS_FIRST)
+    b_q = load_rows(p_q, i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, True)
+    return b_q, load_rows(p_dout, i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+
+
+@triton.jit
+def load_key_block(p_k, p_v, i_b, i_hk, i_k, S, C: tl.constexpr):
+    """Keys and values of a block, (BK, BD) and (BK, BDV)."""
+    p_k = head_rows(p_k, i_b, i_hk, S, C.HK, C.D, C.HEADS_FIRST)
+    p_v = head_rows(p_v, i_b, i_hk, S, C.HK, C.DV, C.HEADS_FIRST)
+    b_k = load_rows(p_k, i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
+    return b_k, load_rows(p_v, i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
+
+
+@triton.jit
 def dq_kernel(
     p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
     p_ints, p_floats, p_seeds,
@@ -273,10 +291,8 @@ def dbias_kernel(
         o_row = (i_b * C.H + i_h).to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
         b_lse = tl.load(p_lse + o_row)
         b_delta = tl.load(p_delta + o_row)
-        b_q = load_rows(head_rows(p_q, i_b, i_h, T, C.H, C.D), i_q, T, C.H * C.D, C.BQ, C.D, C.BD, True)
-        b_do = load_rows(head_rows(p_dout, i_b, i_h, T, C.H, C.DV), i_q, T, C.H * C.DV, C.BQ, C.DV, C.BDV, True)
-        b_k = load_rows(head_rows(p_k, i_b, i_h // C.G, S, C.HK, C.D), i_k, S, C.HK * C.D, C.BK, C.D, C.BD, True)
-        b_v = load_rows(head_rows(p_v, i_b, i_h // C.G, S, C.HK, C.DV), i_k, S, C.HK * C.DV, C.BK, C.DV, C.BDV, True)
+        b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
+        b_k, b_v = load_key_block(p_k, p_v, i_b, i_h // C.G, i_k, S, C)
         options = head_options(
             p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
             s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
@@ -329,15 +345,13 @@ def row_operand_kernel(
     o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
     b_lse = tl.load(p_lse + o_row)
     b_delta = tl.load(p_delta + o_row)
-    b_q = load_rows(head_rows(p_q, i_b, i_h, T, C.H, C.D), i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, True)
-    b_do = load_rows(head_rows(p_dout, i_b, i_h, T, C.H, C.DV), i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+    b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
     # (BQ,)
     b_sum = tl.full([C.BQ], 0.0, tl.float32)
     for n in range(n_all):
         i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
         o_k = i_k + tl.arange(0, C.BK)
-        b_k = load_rows(head_rows(p_k, i_b, i_hk, S, C.HK, C.D), i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
-        b_v = load_rows(head_rows(p_v, i_b, i_hk, S, C.HK, C.DV), i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
+        b_k, b_v = load_key_block(p_k, p_v, i_b, i_hk, i_k, S, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
         _, b_ds, _m = tile_gradient(
@@ -371,8 +385,7 @@ def column_operand_kernel(
     p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(T, C.BQ), C.LISTS)
     _n, n_all = block_counts(p_row, C.LISTS)
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
-    b_k = load_rows(head_rows(p_k, i_b, i_hk, S, C.HK, C.D), i_k, S, C.K_ROW, C.BK, C.D, C.BD, True)
-    b_v = load_rows(head_rows(p_v, i_b, i_hk, S, C.HK, C.DV), i_k, S, C.V_ROW, C.BK, C.DV, C.BDV, True)
+    b_k, b_v = load_key_block(p_k, p_v, i_b, i_hk, i_k, S, C)
     # (BK,)
     b_sum = tl.full([C.BK], 0.0, tl.float32)
     for n in range(n_all):
@@ -381,8 +394,7 @@ def column_operand_kernel(
         o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
         b_lse = tl.load(p_lse + o_row)
         b_delta = tl.load(p_delta + o_row)
-        b_q = load_rows(head_rows(p_q, i_b, i_h, T, C.H, C.D), i_q, T, C.Q_ROW, C.BQ, C.D, C.BD, True)
-        b_do = load_rows(head_rows(p_dout, i_b, i_h, T, C.H, C.DV), i_q, T, C.O_ROW, C.BQ, C.DV, C.BDV, True)
+        b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
         _, b_ds, _m = tile_gradient(
@@ -399,7 +411,7 @@ def row_terms_kernel(
     p_rows_lse, p_rows_delta,
     C: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
-    """lse in units of log2 and delta, as read above; +inf where nothing is seen, +inf and 0 past the end.
+    """lse in a kernel's units and delta, as read above; +inf where nothing is seen, +inf and 0 past the end.
 
     For `ejkernel.torch`: under JAX, XLA makes these.
     """
@@ -415,6 +427,6 @@ def row_terms_kernel(
         b_delta -= tl.load(p_dlse + i_bh.to(tl.int64) * T + o_q, mask=o_q < T, other=0.0)
     n_padded = padded(T, C.ROW_BLOCK)
     o_row = i_bh.to(tl.int64) * n_padded + o_q
-    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse if C.BIAS else b_lse * LOG2_E)
     tl.store(p_rows_lse + o_row, b_lse, mask=o_q < n_padded)
     tl.store(p_rows_delta + o_row, b_delta, mask=o_q < n_padded)

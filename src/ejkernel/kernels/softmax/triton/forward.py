@@ -106,7 +106,9 @@ def forward_kernel(
             if C.ARGMAX:
                 b_arg = tl.where(b_tile > b_best, i_k + tl.argmax(b_s, 1), b_arg)
                 b_best = tl.maximum(b_best, b_tile)
-            b_max, b_base, b_shrink = online_softmax(b_max, b_tile, MASKED or C.BIAS, C.BIAS)
+            # a bias or a score function may hide all of a row too
+            EMPTY: tl.constexpr = MASKED or C.BIAS or C.SCORE_RULE is not None
+            b_max, b_base, b_shrink = online_softmax(b_max, b_tile, EMPTY, C.BIAS)
             if C.BIAS:
                 # subtracted first: a product may be out of range, and its rounding is large where it is
                 b_x = (b_s - b_base[:, None]) * LOG2_E

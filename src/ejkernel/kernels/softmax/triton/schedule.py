@@ -1,13 +1,14 @@
-"""The block schedule of calls with segments and positions, in two launches: what `plan` of `schedule.py` defines.
+"""The block schedule of calls with segments and positions, or with a mask function, in two launches.
 
-The first finds what tokens each block holds, the second looks at the blocks of the other side for each row of the
-schedule. A row's list has nothing behind its number: nobody reads there.
+It is what `plan` of `schedule.py` defines. The first launch finds what tokens each block holds, or with a function what
+every pair of blocks shows; the second looks at the blocks of the other side for each row of the schedule. A row's list
+has nothing behind its number: nobody reads there.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.softmax.triton.tiles import floor_div, head_start
+from ejkernel.kernels.softmax.triton.tiles import floor_div, head_options, head_start, visible
 
 # of a block, over its tokens that are no padding: smallest and largest segment, the same of positions; is none padding?
 EXTENTS = tl.constexpr(5)
@@ -57,9 +58,35 @@ def store_extents(p_seg, p_pos, i_first, length, p_extents, n_blocks, stride, N:
     tl.store(p_block + 4 * stride, tl.min(m_real.to(tl.int32), 1), mask=m_block)
 
 
+# of a pair of blocks: no pair of theirs is visible, some are, all are
+_SOME = tl.constexpr(1)
+_ALL = tl.constexpr(2)
+
+
+@triton.jit
+def maps_kernel(
+    p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats,
+    T, S, s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h,
+    p_maps,
+    C: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """(B|1, HEADS, blocks of queries, blocks of keys), by looking at every pair: tables and all are one to it."""
+    i_k, i_q, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, i_h = i_bh // HEADS, i_bh % HEADS
+    options = head_options(
+        p_mask, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
+        s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
+    )  # fmt: skip
+    o_q, o_k = i_q * C.BQ + tl.arange(0, C.BQ), i_k * C.BK + tl.arange(0, C.BK)
+    m_seen = visible(o_q[:, None], o_k[None, :], options, T, S, C)
+    n_seen = tl.sum(tl.sum(m_seen.to(tl.int32), 1), 0)
+    b_map = (n_seen > 0).to(tl.int32) + (n_seen == C.BQ * C.BK).to(tl.int32)
+    tl.store(p_maps + (i_bh.to(tl.int64) * tl.num_programs(1) + i_q) * tl.num_programs(0) + i_k, b_map)
+
+
 @triton.jit
 def rows_kernel(
-    p_extents, p_sums,
+    p_extents, p_maps, p_sums,
     T, S,
     p_rows, p_index,
     C: tl.constexpr, HEADS: tl.constexpr, PATTERNS: tl.constexpr, BY_KEYS: tl.constexpr, N: tl.constexpr,
@@ -74,6 +101,7 @@ def rows_kernel(
     n_q, n_k = tl.cdiv(T, C.BQ), tl.cdiv(S, C.BK)
     n_others = n_q if BY_KEYS else n_k
     p_extents += i_b.to(tl.int64) * EXTENTS * (n_q + n_k)
+    p_maps += i_bh.to(tl.int64) * n_q * n_k
     if C.PATTERN_ROWS is not None:
         p_sums += (i_h * PATTERNS // HEADS).to(tl.int64) * (C.PATTERN_ROWS + 1) * (C.PATTERN_COLUMNS + 1)
     i_list = i_bh.to(tl.int64) * tl.num_programs(0) + i_row
@@ -85,7 +113,7 @@ def rows_kernel(
         b_covered = tl.full([N], 0, tl.int32)
         b_seen = tl.full([N], 0, tl.int32)
         for i in range(0, n_others, N):
-            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, i + o_step, n_q, n_k, BY_KEYS, C)
+            m_seen, m_covered = block_maps(p_extents, p_maps, p_sums, o_row, i + o_step, n_q, n_k, BY_KEYS, C)
             b_covered += m_covered.to(tl.int32)
             b_seen += m_seen.to(tl.int32)
         n_covered = tl.sum(b_covered, 0)
@@ -93,7 +121,7 @@ def rows_kernel(
         tl.store(p_rows + i_list * 2 + 1, tl.sum(b_seen, 0))
         n_unmasked, n_masked = n_covered * 0, n_covered
         for i in range(0, n_others, N):
-            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, i + o_step, n_q, n_k, BY_KEYS, C)
+            m_seen, m_covered = block_maps(p_extents, p_maps, p_sums, o_row, i + o_step, n_q, n_k, BY_KEYS, C)
             b_covered = m_covered.to(tl.int32)
             b_masked = m_seen.to(tl.int32) - b_covered
             # where each stands in the list
@@ -106,7 +134,7 @@ def rows_kernel(
         i_lo, i_hi, i_full, i_end = n_others, n_others * 0, n_others, n_others
         for i in range(0, n_others, N):
             o = i + o_step
-            m_seen, m_covered = block_maps(p_extents, p_sums, o_row, o, n_q, n_k, BY_KEYS, C)
+            m_seen, m_covered = block_maps(p_extents, p_maps, p_sums, o_row, o, n_q, n_k, BY_KEYS, C)
             i_lo = tl.minimum(i_lo, tl.min(tl.where(m_seen, o, n_others), 0))
             i_hi = tl.maximum(i_hi, tl.max(tl.where(m_seen, o + 1, 0), 0))
             # the first run of those that need no mask
@@ -122,12 +150,15 @@ def rows_kernel(
 
 
 @triton.jit
-def block_maps(p_extents, p_sums, o_row, o_other, n_q, n_k, BY_KEYS: tl.constexpr, C: tl.constexpr):
+def block_maps(p_extents, p_maps, p_sums, o_row, o_other, n_q, n_k, BY_KEYS: tl.constexpr, C: tl.constexpr):
     """Whether some pair of two blocks is visible, and whether all are, for indices that broadcast."""
     if BY_KEYS:
         o_q, o_k = o_other, o_row
     else:
         o_q, o_k = o_row, o_other
+    if C.MASK_RULE is not None:
+        b_map = tl.load(p_maps + o_q.to(tl.int64) * n_k + o_k, mask=(o_q < n_q) & (o_k < n_k), other=0)
+        return b_map >= _SOME, b_map >= _ALL
     q_seg_low, q_seg_high, q_low, q_high, q_full = load_extents(p_extents, o_q, n_q, n_q + n_k)
     k_seg_low, k_seg_high, k_low, k_high, k_full = load_extents(p_extents + n_q, o_k, n_k, n_q + n_k)
     # low is above high where all is padding, and past the end: such blocks meet no other
