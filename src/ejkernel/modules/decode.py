@@ -1,5 +1,6 @@
 """Attention of one new token per sequence, over a flat buffer of tokens or over contiguous caches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,9 @@ def decode_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -66,6 +70,9 @@ def decode_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
         softmax_aux=softmax_aux,
         num_splits=num_splits,
         k_scale=k_scale,
@@ -86,6 +93,9 @@ def ragged_decode_attention(
     *,
     softmax_scale: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: bool = False,
     platform: str | None = None,
@@ -126,6 +136,9 @@ def ragged_decode_attention(
         softmax_aux,
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
         logits_soft_cap=logits_soft_cap,
         return_lse=return_lse,
     )

@@ -1,5 +1,6 @@
 """Attention over a paged cache: a batch of sequences, packed queries of any number, one sequence's chunk."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,10 @@ def page_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -87,6 +92,10 @@ def page_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         softmax_aux=softmax_aux,
         num_splits=num_splits,
         k_scale=k_scale,
@@ -109,6 +118,10 @@ def ragged_page_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     platform: str | None = None,
@@ -159,6 +172,10 @@ def ragged_page_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         k_scale=k_scale,
         v_scale=v_scale,
     )
@@ -176,6 +193,10 @@ def prefill_page_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -215,6 +236,10 @@ def prefill_page_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         softmax_aux=softmax_aux,
         k_scale=k_scale,
         v_scale=v_scale,
