@@ -336,10 +336,16 @@ def _window(sliding_window: Any) -> tuple[int | None, jax.Array | None]:
     return None if lo is None else -lo, None if left is None else jnp.clip(left, -1, EVERY_KEY).astype(jnp.int32)
 
 
+def _chunk_start(position: Any, chunk: int) -> Any:
+    if isinstance(position, jax.Array):  # in kernels, rounding down takes longer; one before the first key sees none
+        return position - jax.lax.rem(position, jnp.full_like(position, chunk))
+    return position // chunk * chunk
+
+
 def lowest_keys(spec: Spec, position: Any, window: Any = None) -> Any:
     """The first key that windows and chunks show to a query at a position; None where there are none."""
     lows = [position - w for w in (spec.window, window) if w is not None]
-    lows += [] if spec.chunk is None else [position // spec.chunk * spec.chunk]
+    lows += [] if spec.chunk is None else [_chunk_start(position, spec.chunk)]
     return reduce(jnp.maximum, lows) if spec.causal and lows else None
 
 
