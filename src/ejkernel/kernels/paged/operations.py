@@ -41,7 +41,8 @@ def bucket(call: Call) -> str:
     sizes = {"T": dims.T, "N": dims.N, "S": dims.S, "L": dims.L, "H": dims.H, "K": dims.Hkv, "D": dims.D, "V": dims.Dv}
     cache = call["kv_pages" if "kv_pages" in call else "key_pages"].dtype.name
     kind = "ragged" if spec.tokens is None else "even"
-    window = ["window"] if spec.window is not None else []
+    limited = spec.window is not None or spec.chunk is not None or "window" in call
+    window = ["window"] * limited + [f"{name}_fn" for name, rule in spec.rules._asdict().items() if rule is not None]
     return "-".join([rounded_sizes(sizes.items()), call["query"].dtype.name, cache, kind, *window])
 
 
@@ -76,6 +77,14 @@ def probes() -> dict[str, Call]:
         "flat buffer (`decode_attention`)": struct_call(decode_call, batch, *flat, table, lens, page_size=1),
         "contiguous cache (`ragged_decode_attention`)": struct_call(ragged_decode_call, batch, *whole, lens, lens),
         "sliding window": page_structs(sliding_window=32),
+        "chunks": page_structs(chunk_size=32),
+        "traced window": page_structs(sliding_window=partial(jnp.ones, (), "int32")),
+        "`score_fn`, traced soft cap": page_structs(logits_soft_cap=partial(jnp.ones, ())),
+        "`mask_fn`": page_structs(mask_fn=lambda: lambda b, h, i, j: (i - j) % 2 == 0),
+        "`tree_mask`": page_structs(tokens=4, tree_mask=partial(jnp.ones, (4, 4), bool)),
+        "functions that read a table at keys": page_structs(
+            score_fn=lambda: lambda score, b, h, i, j, bias=jnp.ones(128): score + bias[j]
+        ),
         "sinks": page_structs(softmax_aux=lambda: jnp.zeros(8)),
         "soft cap": page_structs(logits_soft_cap=30.0),
         "num_splits": page_structs(num_splits=4),

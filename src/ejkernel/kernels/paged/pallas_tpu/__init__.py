@@ -109,7 +109,8 @@ def _kernel(call: Call, config: Config) -> Kernel:
     spec, dims = call.spec, dimensions(call)
     heads_first = _heads_first(call)
     names = _page_names(call)
-    read = {name: call[name].shape[2] for name in ("int_rows", "float_rows") if name in call}
+    # at least two: Mosaic takes more memory to cut rows of one number
+    read = {name: max(2, call[name].shape[2]) for name in ("int_rows", "float_rows") if name in call}
     rows, cores = _rows(spec, dims, config, heads_first), chip_of(call.target).cores
     tiles = _tile_count(spec, dims, rows[-1].tokens)
     return Kernel(
@@ -235,7 +236,8 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
         pages = call[name].reshape(-1, *call[name].shape[2:])
         arrays[f"pages_{i}"] = (pages.swapaxes(1, 2) if kernel.heads_first else pages, anywhere)
     for name, n in kernel.read.items():
-        rows = jnp.broadcast_to(call[name], (B, H, n, T))
+        rows = jnp.broadcast_to(call[name], (B, H, call[name].shape[2], T))
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, n - rows.shape[2]), (0, 0)))
         arrays[name] = (rows.transpose(0, 3, 1, 2).reshape(B * T, H, n), anywhere)
     if kernel.scaled:
         for v, rows in enumerate(kernel.rows):
