@@ -1,5 +1,6 @@
 """The operations built on the paged family, and where their implementations live."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,6 +57,11 @@ def page_structs(
     return struct_call(page_call, query, *pages, struct((N,), "int32"), struct((N, W), "int32"), **options)
 
 
+def _reads(bias: np.ndarray) -> Callable[..., Any]:
+    bias = jnp.asarray(bias)
+    return lambda score, b, h, i, j: score + bias[j]
+
+
 def probes() -> dict[str, Call]:
     """One small call per feature."""
     struct = jax.ShapeDtypeStruct
@@ -82,9 +88,7 @@ def probes() -> dict[str, Call]:
         "`score_fn`, traced soft cap": page_structs(logits_soft_cap=partial(jnp.ones, ())),
         "`mask_fn`": page_structs(mask_fn=lambda: lambda b, h, i, j: (i - j) % 2 == 0),
         "`tree_mask`": page_structs(tokens=4, tree_mask=partial(jnp.ones, (4, 4), bool)),
-        "functions that read a table at keys": page_structs(
-            score_fn=lambda: lambda score, b, h, i, j, bias=jnp.ones(128): score + bias[j]
-        ),
+        "functions that read an array at keys": page_structs(score_fn=partial(_reads, np.ones(128))),
         "sinks": page_structs(softmax_aux=lambda: jnp.zeros(8)),
         "soft cap": page_structs(logits_soft_cap=30.0),
         "num_splits": page_structs(num_splits=4),
