@@ -39,7 +39,8 @@ def cascade_attention(
     longer than the rest times what is left of the batch: a system prompt, few-shot examples, parallel samples.
 
     Args:
-        query: `(B, H, D)` or `(B, T, H, D)`, as in `page_attention`; so are the caches and all options.
+        query: `(B, H, D)` or `(B, T, H, D)`, as in `page_attention`; so are the caches and all options. Windows and
+            chunks are for `page_attention`: they show little of a prefix.
         context_lens: `(B,)`, keys of each sequence, prefix and queries included; an empty one gives zeros.
         block_tables: `(B, W)`; the pages of the first `prefix_len` keys must be the same in every row not empty:
             checked where all of lengths and table are on the host, or with `EJKERNEL_CHECKS=1`.

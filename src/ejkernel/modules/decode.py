@@ -114,7 +114,8 @@ def ragged_decode_attention(
         value: `(B, S, Hkv, Dv)`.
         sequence_start: `(B,)`, the first valid key.
         sequence_end: `(B,)`, one past the last.
-        softmax_aux: as in `page_attention`; so are all options.
+        softmax_aux: as in `page_attention`; so are all options. Functions and chunks count keys from the first of the
+            cache, whatever `sequence_start` says.
         return_lse: also return the log-sum-exp, float32: `(B, H)`, or `(B, H, 1)` for a 4-D query.
         mesh: devices to split sequences and heads over: `in_specs` has the specs of query, key and value.
 

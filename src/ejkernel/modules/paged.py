@@ -58,8 +58,17 @@ def page_attention(
         context_lens: `(B,)`, keys of each sequence, those of the queries included; 0 gives zeros.
         block_tables: `(B, W)`, the ids of each sequence's pages in order.
         softmax_scale: a number, which may be traced; default `D ** -0.5`.
-        logits_soft_cap: `c` turns the scaled logits into `c * tanh(logits / c)`.
+        logits_soft_cap: `c` turns the scaled logits into `c * tanh(logits / c)`; it may be traced.
         sliding_window: `w`, or `(left, right)`: a token sees itself and `left` keys before; pages before are skipped.
+            It may be traced.
+        chunk_size: a token sees the keys of its own chunk only, those with the same `position // chunk_size`; pages
+            before are skipped.
+        mask_fn: `mask_fn(b, h, i, j) -> bool`: whether sequence b, query head h, at position i sees the key at position
+            j, beside causality and everything else that hides keys. See "Masks and scores" in the docs.
+        score_fn: `score_fn(score, b, h, i, j)` is the logit, from that after scale and soft cap.
+        tree_mask: bool `(B, n, n)`, or `(n, n)` for all sequences: which of a sequence's newest n keys its newest n
+            tokens see, as drafts that are branches of a tree; all of them see all keys before. A token comes after
+            those that it sees.
         softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; they join every softmax once and
             have no value.
         num_splits: compute the key axis in this many parts and merge them; default: what the platform finds best.
@@ -82,6 +91,13 @@ def page_attention(
     >>> tables = jnp.array([[3, 1], [7, 0]])  # the second sequence needs one page: its other slot may hold anything
     >>> page_attention(jnp.ones((2, 1, 4, 64)), cache, cache, jnp.array([20, 5]), tables).shape
     (2, 1, 4, 64)
+    >>> drafts = jnp.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)  # two ways to go on after the first of three tokens
+    >>> slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
+    >>> page_attention(
+    ...     jnp.ones((2, 3, 4, 64)), cache, cache, jnp.array([20, 5]), tables, tree_mask=drafts,
+    ...     score_fn=lambda score, b, h, i, j: score - slopes[h] * (i - j),
+    ... ).shape
+    (2, 3, 4, 64)
     """
     call = page_call(
         query,
