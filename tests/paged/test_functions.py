@@ -1,5 +1,7 @@
 """Functions, trees, chunks and traced options, against attention over each sequence by itself."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,7 +202,7 @@ def test_what_lies_before_is_not_looked_at(traced, platform, monkeypatch):
     keys, table = PAGES.at[whole[:, :freed]].set(jnp.nan), whole.at[:, :freed].set(10**9)
 
     def run(keys, table, window, platform):
-        options = {"sliding_window": window} if traced else {"chunk_size": 32}
+        options: dict[str, Any] = {"sliding_window": window} if traced else {"chunk_size": 32}
         return page_attention(QUERY[:2], keys, keys, lens, table, platform=platform, **options)
 
     with platform.context():

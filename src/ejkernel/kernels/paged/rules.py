@@ -96,8 +96,8 @@ class _Binder:
 
     @property
     def plan(self) -> Plan:
-        rows, tables = (((name, tuple(x)) for name, x in pool.items()) for pool in (self.rows, self.tables))
-        return Plan(tuple(rows), tuple(tables))
+        rows = ((dtype, tuple(pool)) for dtype, pool in self.rows.items())
+        return Plan(tuple(rows), tuple((dtype, tuple(pool)) for dtype, pool in self.tables.items()))
 
     def bound(self, expression: Expression) -> Expression:
         done: dict[Expression, Expression] = {}
@@ -188,6 +188,7 @@ def tree_rule(tree_mask: Any, lens: Any, S: int) -> tuple[Rule, int]:
 def _as_bits(x: jax.Array) -> jax.Array:
     """(..., n) to numbers of 32 each."""
     n = x.shape[-1]
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % 32)]).reshape(*x.shape[:-1], -1, 32).astype(jnp.uint32)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % 32)])
+    x = padded.reshape(*x.shape[:-1], -(-n // 32), 32).astype(jnp.uint32)
     bits = (x << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(bits, jnp.int32)

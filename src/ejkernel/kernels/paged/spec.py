@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
+from jax.sharding import NamedSharding
 
 from ejkernel.checks.arrays import check_cumulative, check_sizes_known, integers, traced_number
 from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
@@ -250,6 +251,7 @@ def _operands(
     spec: Spec, dims: "Dimensions", plan: rules.Plan, read: tuple[jax.Array, ...], counts: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """What mask and score functions read, of every token by its sequence and its position there."""
+    read, counts = jax.tree.map(_whole, (read, counts))
     rows = sequences(spec, dims, {name: x[0] for name, x in counts.items()})
     token = jnp.arange(dims.T, dtype=jnp.int32)
     n = jnp.maximum(searched(rows.first, token) - 1, 0)
@@ -271,6 +273,14 @@ def _splits(num_splits: Any) -> int:
     if splits > _MOST_SPLITS:
         raise ValueError(f"num_splits={splits} must be at most {_MOST_SPLITS}")
     return splits
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """An array that is split over Explicit mesh axes, on every device."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, jax.sharding.PartitionSpec()))
 
 
 # Queries and pages ------------------------------------------------------------------------------------------
@@ -324,29 +334,29 @@ def _sinks(softmax_aux: Any, H: int) -> jax.Array | None:
 
 
 def _window(sliding_window: Any) -> tuple[int | None, jax.Array | None]:
-    """How many keys before its own a query sees, if that is known, or if it is traced."""
+    """How many keys before its own a query sees, where that is known, and where it is traced."""
     pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
-    for x in pair:
-        if isinstance(x, jax_core.Tracer) and (x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer)):
+    traced = [x for x in pair if isinstance(x, jax_core.Tracer)]
+    for x in traced:
+        if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"sliding_window must hold integers, got {x.dtype} of shape {x.shape}")
-    # what lies to the right is hidden by causality anyway
-    lo = window_band(tuple(None if isinstance(x, jax_core.Tracer) else x for x in pair)).lo
-    left = pair[0] if isinstance(pair[0], jax_core.Tracer) else None
-    # a negative one shows nothing
-    return None if lo is None else -lo, None if left is None else jnp.clip(left, -1, EVERY_KEY).astype(jnp.int32)
-
-
-def _chunk_start(position: Any, chunk: int) -> Any:
-    if isinstance(position, jax.Array):  # in kernels, rounding down takes longer; one before the first key sees none
-        return position - jax.lax.rem(position, jnp.full_like(position, chunk))
-    return position // chunk * chunk
+    known = tuple(None if isinstance(x, jax_core.Tracer) else x for x in pair) if traced else sliding_window
+    lo = window_band(known).lo  # what lies to the right is hidden by causality anyway
+    left = None
+    if traced and isinstance(pair[0], jax_core.Tracer):  # a negative one shows nothing
+        most = min(EVERY_KEY, jnp.iinfo(pair[0].dtype).max)
+        left = jnp.maximum(jnp.minimum(pair[0], most).astype(jnp.int32), -1)
+    return None if lo is None else -lo, left
 
 
 def lowest_keys(spec: Spec, position: Any, window: Any = None) -> Any:
     """The first key that windows and chunks show to a query at a position; None where there are none."""
     lows = [position - w for w in (spec.window, window) if w is not None]
-    lows += [] if spec.chunk is None else [_chunk_start(position, spec.chunk)]
-    return reduce(jnp.maximum, lows) if spec.causal and lows else None
+    on_host = not any(isinstance(x, jax.Array) for x in (position, window))
+    if spec.chunk is not None:  # in kernels, rounding down would take longer; a query before the first key sees none
+        over = position % spec.chunk if on_host else jax.lax.rem(position, jnp.full_like(position, spec.chunk))
+        lows.append(position - over)
+    return reduce(np.maximum if on_host else jnp.maximum, lows) if spec.causal and lows else None
 
 
 # Lengths and tables -----------------------------------------------------------------------------------------
@@ -403,25 +413,25 @@ class _Integers(NamedTuple):
         """Ranges: always of host values, with `EJKERNEL_CHECKS=1` of device values too."""
         lens_name, table_name, starts_name = (names.get(n, n) for n in ("context_lens", "block_tables", "starts"))
         N = self.context_lens.shape[0]
-        S = self.width * L
+        S, given = self.width * L, self[:-1]  # of what a window has no part in
 
         def counted(xp: Any) -> Any:
             return xp.arange(N, dtype=np.int32) < (N if self.num_seqs is None else self.num_seqs)
 
         if self.num_seqs is not None:
-            check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", self)
+            check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", given)
         if self.query_start is not None:
             check_cumulative("query_start_loc", self.query_start, T, of="query tokens", sequences=self.num_seqs)
         holder = "cache" if self.block_tables is None else "table"
         message = f"{lens_name} must be from 0 to {S}, what the {holder} holds"
-        check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
+        check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, given)
         if self.query_start is not None:
             message = f"{lens_name} must count the queries of the sequence too, so be at least as many"
             queries = self.query_start
-            check(self.context_lens, lambda xp, n: (n < xp.diff(queries)) & counted(xp), message, self)
+            check(self.context_lens, lambda xp, n: (n < xp.diff(queries)) & counted(xp), message, given)
         if self.starts is not None:
             message = f"{starts_name} must be from 0 to {S}"
-            check(self.starts, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
+            check(self.starts, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, given)
         if self.block_tables is not None:
             tables = self.block_tables
 
