@@ -61,6 +61,10 @@ def near(b, h, i, j):
     return (j <= i) & (i - j < 9) & (i // 16 == j // 16)
 
 
+def even(b, h, i, j):
+    return j % 2 == 0
+
+
 def fading(score, b, h, i, j):
     return -i / (j + 1.0)
 
@@ -200,9 +204,10 @@ def test_what_lies_before_is_not_looked_at(traced, platform, monkeypatch):
     lens, whole = jnp.array([37, 45]), jnp.arange(12).reshape(2, 6)
     freed = 3 if traced else 4  # 37 - 1 - 12 is in the fourth page of 8, 32 in the fifth
     keys, table = PAGES.at[whole[:, :freed]].set(jnp.nan), whole.at[:, :freed].set(10**9)
+    keys = keys if traced else keys.at[:, 1::2].set(jnp.nan)  # which a mask function hides
 
     def run(keys, table, window, platform):
-        options: dict[str, Any] = {"sliding_window": window} if traced else {"chunk_size": 32}
+        options: dict[str, Any] = {"sliding_window": window} if traced else {"chunk_size": 32, "mask_fn": even}
         return page_attention(QUERY[:2], keys, keys, lens, table, platform=platform, **options)
 
     with platform.context():

@@ -57,8 +57,8 @@ def page_structs(
     return struct_call(page_call, query, *pages, struct((N,), "int32"), struct((N, W), "int32"), **options)
 
 
-def _reads(bias: np.ndarray) -> Callable[..., Any]:
-    bias = jnp.asarray(bias)
+def _biased() -> Callable[..., Any]:
+    bias = jnp.ones(128)
     return lambda score, b, h, i, j: score + bias[j]
 
 
@@ -88,7 +88,7 @@ def probes() -> dict[str, Call]:
         "`score_fn`, traced soft cap": page_structs(logits_soft_cap=partial(jnp.ones, ())),
         "`mask_fn`": page_structs(mask_fn=lambda: lambda b, h, i, j: (i - j) % 2 == 0),
         "`tree_mask`": page_structs(tokens=4, tree_mask=partial(jnp.ones, (4, 4), bool)),
-        "functions that read an array at keys": page_structs(score_fn=partial(_reads, np.ones(128))),
+        "functions that read an array at keys": page_structs(score_fn=_biased),
         "sinks": page_structs(softmax_aux=lambda: jnp.zeros(8)),
         "soft cap": page_structs(logits_soft_cap=30.0),
         "num_splits": page_structs(num_splits=4),

@@ -74,7 +74,7 @@ def _word(dtype: Dtype) -> str:
 def bound_rules(mask: Rule | None, scores: Rule | None, by_token: bool) -> tuple[Rules, Plan, tuple[jax.Array, ...]]:
     """The rules of a call, what they read, and the arrays of which that is made.
 
-    With `by_token`, positions of queries are operands too: for calls that count them otherwise.
+    With `by_token`, positions of queries are operands too, for calls in which tokens stand elsewhere.
     """
     given = () if mask is None else mask.arrays
     binder = _Binder([x.shape[1:] for x in (*given, *(() if scores is None else scores.arrays))], by_token)

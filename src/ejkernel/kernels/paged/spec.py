@@ -34,6 +34,7 @@ from ejkernel.checks.arrays import check_cumulative, check_sizes_known, integers
 from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
 from ejkernel.checks.options import flag, number, static_int
 from ejkernel.checks.values import check
+from ejkernel.expressions.binding import Rule
 from ejkernel.kernels.common.rules import (
     Rules,
     cap_rule,
@@ -194,8 +195,7 @@ def canonicalise(
     """Check a call on `query` (T, H, D) and `pages` {"key_pages", "value_pages"} or {"kv_pages"}, and name its arrays.
 
     Sequences have `tokens` queries each, or `query_start_loc` says where each one's begin. `names` are what the caller
-    calls the arrays, where it is something else. With `by_token`, functions have no part in what is computed from a
-    token's place in the call.
+    calls the arrays, where it is something else. With `by_token`, functions read the positions of queries.
     """
     arrays = {"query": query, **pages}
     T, H, D = query.shape
@@ -238,12 +238,17 @@ def canonicalise(
     stand_ins = _stand_ins(present, tokens)
     arrays = {name: jnp.asarray(x)[None] for name, x in (present | stand_ins).items()}
     call = Call(replace(spec, stands_in=bool(stand_ins)), arrays)
-    if stand_ins or (seen is None and scores is None):
+    return call if stand_ins else _with_rules(call, seen, scores, hides, by_token)
+
+
+def _with_rules(call: Call, mask: Rule | None, scores: Rule | None, hides: int, by_token: bool) -> Call:
+    """The call with mask and score functions, bound to its tokens."""
+    if mask is None and scores is None:
         return call
-    bound, plan, read = rules.bound_rules(seen, scores, by_token)
-    counts = {name: arrays[name] for name in ("context_lens", "query_start", "num_seqs") if name in arrays}
-    arrays |= _operands(Spec(1.0, tokens), dimensions(call), plan, read, counts)
-    return Call(replace(spec, rules=bound, hides=hides), arrays)
+    bound, plan, read = rules.bound_rules(mask, scores, by_token)
+    counts = {name: call[name] for name in ("context_lens", "query_start", "num_seqs") if name in call}
+    arrays = call.arrays | _operands(Spec(1.0, call.spec.tokens), dimensions(call), plan, read, counts)
+    return replace(call, spec=replace(call.spec, rules=bound, hides=hides), arrays=arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
