@@ -144,9 +144,9 @@ def row_operands(arrays: dict[str, Any]) -> TileOperands:
 class Limits(NamedTuple):
     """A mask function as options, and what is left of it."""
 
-    window: int | None = None
-    chunk: int | None = None
-    rest: Rule | None = None
+    window: int | None
+    chunk: int | None
+    rest: Rule | None
 
 
 def limits(rule: Rule, window: int | None, chunk: int | None) -> Limits:
