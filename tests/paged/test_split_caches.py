@@ -43,7 +43,10 @@ OPTIONS = {
     "plain": {},
     "window": {"sliding_window": 9},
     "cap": {"logits_soft_cap": 3.0},
+    "chunk": {"chunk_size": 9},
 }
+# which `jit` traces
+TRACED = {"chunk": {"sliding_window": jnp.int32(5), "logits_soft_cap": jnp.float32(3.0)}}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -54,7 +57,8 @@ def test_pages(name):
         "softmax_aux": normal("s", (H,)),
     }
     specs = {"query": P(None, "tp"), **PAGED}
-    agree(page_attention, given | {"context_lens": LENS, "block_tables": TABLE}, specs, **OPTIONS[name])
+    given |= {"context_lens": LENS, "block_tables": TABLE, **TRACED.get(name, {})}
+    agree(page_attention, given, specs, **OPTIONS[name])
 
 
 def test_pages_and_several_tokens():

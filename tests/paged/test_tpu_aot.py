@@ -4,6 +4,7 @@ import re
 from math import prod
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
@@ -105,7 +106,8 @@ def check(device, function, call_for, shapes, row_major=False, **options):
     (kernel,) = [line for line in text.splitlines() if "tpu_custom_call" in line]
     assert "paged_attention" in kernel
     assert moved(text, max(prod(shape) for shape, _ in shapes)) == []
-    assert_fits(device, kernel, struct_call(call_for, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
+    given = {name: lambda x=x: x for name, x in options.items()}
+    assert_fits(device, kernel, struct_call(call_for, *(jax.ShapeDtypeStruct(*shape) for shape in shapes), **given))
 
 
 def assert_fits(device, kernel, call):
@@ -164,3 +166,10 @@ def test_options(tpu_devices):
     scales = {"k_scale": np.float32(0.5), "v_scale": np.ones(8, np.float32), "softmax_aux": np.ones(32, np.float32)}
     options = {"sliding_window": 1000, "logits_soft_cap": 20.0, "return_lse": True}
     check(tpu_devices(CHIPS["v5e"])[0], *decode(T=4), **scales, **options)
+
+
+@pytest.mark.parametrize("case", ["decode", pytest.param("mixed", marks=MORE)])
+def test_functions(case, tpu_devices):
+    slopes, shape = np.ones(32, np.float32), {"decode": decode(T=4), "mixed": mixed(N=32)}[case]
+    functions = {"score_fn": lambda s, b, h, i, j: s - jnp.asarray(slopes)[h] * (i - j), "chunk_size": 1000}
+    check(tpu_devices(CHIPS["v5e"])[0], *shape, **functions, tree_mask=np.ones((32, 40, 40), bool))

@@ -1,8 +1,11 @@
 """The Triton kernels compile for real GPUs on a machine that has none: they fit, and the hot ones do not spill."""
 
 import re
+from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.bridge.compile import TARGETS, compile_launches
@@ -65,6 +68,14 @@ def test_many_query_heads_in_float32_fit(arch, G):
     arrays = struct((8, 2 * G, 256), "float32"), *caches, struct((8,)), struct((8, 64))
     for report in reports(Target("gpu", arch, arch), page_call, *arrays).values():
         assert report.shared_bytes <= TARGETS[arch], report
+
+
+def test_functions_do_not_spill():
+    slopes, tree = jnp.ones(8), np.ones((8, 4, 4), bool)
+    functions = {"score_fn": lambda score, b, h, i, j: score - slopes[h] * (i - j), "tree_mask": tree}
+    arrays = struct((8, 4, 8, 128), "bfloat16"), *[struct((512, 64, 2, 128), "bfloat16")] * 2, struct((8,))
+    report = reports(H200, partial(page_call, chunk_size=512, **functions), *arrays, struct((8, 64)))["decode_kernel"]
+    assert not report.problems
 
 
 def test_decode_streams_the_cache():

@@ -1,5 +1,6 @@
 """Attention over a cache whose sequences share a prefix, which is read once for all of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ def cascade_attention(
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -35,7 +39,8 @@ def cascade_attention(
     longer than the rest times what is left of the batch: a system prompt, few-shot examples, parallel samples.
 
     Args:
-        query: `(B, H, D)` or `(B, T, H, D)`, as in `page_attention`; so are the caches and all options.
+        query: `(B, H, D)` or `(B, T, H, D)`, as in `page_attention`; so are the caches and all options. Windows and
+            chunks are for `page_attention`: they show little of a prefix.
         context_lens: `(B,)`, keys of each sequence, prefix and queries included; an empty one gives zeros.
         block_tables: `(B, W)`; the pages of the first `prefix_len` keys must be the same in every row not empty:
             checked where all of lengths and table are on the host, or with `EJKERNEL_CHECKS=1`.
@@ -61,6 +66,9 @@ def cascade_attention(
         prefix_len,
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         softmax_aux=softmax_aux,
         num_splits=num_splits,
         k_scale=k_scale,

@@ -1,5 +1,6 @@
 """Made by tests/stubs.py from cascade.py."""
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -16,6 +17,9 @@ def cascade_attention(
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -35,6 +39,9 @@ def cascade_attention(
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -54,6 +61,9 @@ def cascade_attention(
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,

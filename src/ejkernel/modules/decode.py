@@ -1,5 +1,6 @@
 """Attention of one new token per sequence, over a flat buffer of tokens or over contiguous caches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,9 @@ def decode_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -66,6 +70,9 @@ def decode_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
         softmax_aux=softmax_aux,
         num_splits=num_splits,
         k_scale=k_scale,
@@ -86,6 +93,9 @@ def ragged_decode_attention(
     *,
     softmax_scale: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: bool = False,
     platform: str | None = None,
@@ -104,7 +114,8 @@ def ragged_decode_attention(
         value: `(B, S, Hkv, Dv)`.
         sequence_start: `(B,)`, the first valid key.
         sequence_end: `(B,)`, one past the last.
-        softmax_aux: as in `page_attention`; so are all options.
+        softmax_aux: as in `page_attention`; so are all options. Functions and chunks count keys from the first of the
+            cache, whatever `sequence_start` says.
         return_lse: also return the log-sum-exp, float32: `(B, H)`, or `(B, H, 1)` for a 4-D query.
         mesh: devices to split sequences and heads over: `in_specs` has the specs of query, key and value.
 
@@ -126,6 +137,9 @@ def ragged_decode_attention(
         softmax_aux,
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
         logits_soft_cap=logits_soft_cap,
         return_lse=return_lse,
     )

@@ -1,5 +1,6 @@
 """Made by tests/stubs.py from decode.py."""
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -17,6 +18,9 @@ def decode_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -40,6 +44,9 @@ def decode_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -63,6 +70,9 @@ def decode_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -85,6 +95,9 @@ def ragged_decode_attention(
     *,
     softmax_scale: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: Literal[False] = False,
     platform: str | None = None,
@@ -104,6 +117,9 @@ def ragged_decode_attention(
     *,
     softmax_scale: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: Literal[True],
     platform: str | None = None,
@@ -123,6 +139,9 @@ def ragged_decode_attention(
     *,
     softmax_scale: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
     logits_soft_cap: float | None = None,
     return_lse: bool,
     platform: str | None = None,

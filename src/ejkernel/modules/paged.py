@@ -1,5 +1,6 @@
 """Attention over a paged cache: a batch of sequences, packed queries of any number, one sequence's chunk."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,10 @@ def page_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     num_splits: int | None = None,
     k_scale: Any = None,
@@ -53,8 +58,17 @@ def page_attention(
         context_lens: `(B,)`, keys of each sequence, those of the queries included; 0 gives zeros.
         block_tables: `(B, W)`, the ids of each sequence's pages in order.
         softmax_scale: a number, which may be traced; default `D ** -0.5`.
-        logits_soft_cap: `c` turns the scaled logits into `c * tanh(logits / c)`.
+        logits_soft_cap: `c` turns the scaled logits into `c * tanh(logits / c)`; it may be traced.
         sliding_window: `w`, or `(left, right)`: a token sees itself and `left` keys before; pages before are skipped.
+            It may be traced.
+        chunk_size: a token sees the keys of its own chunk only, those with the same `position // chunk_size`; pages
+            before are skipped.
+        mask_fn: `mask_fn(b, h, i, j) -> bool`: whether sequence b, query head h, at position i sees the key at position
+            j, beside causality and everything else that hides keys. See "Masks and scores" in the docs.
+        score_fn: `score_fn(score, b, h, i, j)` is the logit, from that after scale and soft cap.
+        tree_mask: bool `(B, n, n)`, or `(n, n)` for all sequences: which of a sequence's newest n keys its newest n
+            tokens see, as drafts that are branches of a tree; all of them see all keys before. A token comes after
+            those that it sees.
         softmax_aux: sink logits `(H,)`, `(H, n)`, or `(1, n)` that all heads share; they join every softmax once and
             have no value.
         num_splits: compute the key axis in this many parts and merge them; default: what the platform finds best.
@@ -77,6 +91,13 @@ def page_attention(
     >>> tables = jnp.array([[3, 1], [7, 0]])  # the second sequence needs one page: its other slot may hold anything
     >>> page_attention(jnp.ones((2, 1, 4, 64)), cache, cache, jnp.array([20, 5]), tables).shape
     (2, 1, 4, 64)
+    >>> drafts = jnp.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)  # two ways to go on after the first of three tokens
+    >>> slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
+    >>> page_attention(
+    ...     jnp.ones((2, 3, 4, 64)), cache, cache, jnp.array([20, 5]), tables, tree_mask=drafts,
+    ...     score_fn=lambda score, b, h, i, j: score - slopes[h] * (i - j),
+    ... ).shape
+    (2, 3, 4, 64)
     """
     call = page_call(
         query,
@@ -87,6 +108,10 @@ def page_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         softmax_aux=softmax_aux,
         num_splits=num_splits,
         k_scale=k_scale,
@@ -109,6 +134,10 @@ def ragged_page_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     platform: str | None = None,
@@ -159,6 +188,10 @@ def ragged_page_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         k_scale=k_scale,
         v_scale=v_scale,
     )
@@ -176,6 +209,10 @@ def prefill_page_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    mask_fn: Callable[..., Any] | None = None,
+    score_fn: Callable[..., Any] | None = None,
+    tree_mask: Any = None,
     softmax_aux: Float[Array, "..."] | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -215,6 +252,10 @@ def prefill_page_attention(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        mask_fn=mask_fn,
+        score_fn=score_fn,
+        tree_mask=tree_mask,
         softmax_aux=softmax_aux,
         k_scale=k_scale,
         v_scale=v_scale,

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ejkernel.expressions.nodes import LOOKUP
+from ejkernel.kernels.common.rules import Rules, TileOperands, table_index
 from ejkernel.kernels.common.sizes import power_of_two
-from ejkernel.kernels.softmax.rules import Rules, TileOperands, head_operands, slopes, table_index
+from ejkernel.kernels.softmax.rules import head_operands, slopes
 from ejkernel.kernels.softmax.schedule import Ranges, plan
 from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
 from ejkernel.ops import Call

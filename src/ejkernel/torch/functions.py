@@ -13,8 +13,9 @@ from torch import Tensor
 from ejkernel.expressions.binding import Binder, Rule, Sizes
 from ejkernel.expressions.evaluation import Namespace
 from ejkernel.expressions.nodes import BOOL, FLOAT, INT, LOOKUP, OPERAND, Expression, nodes
+from ejkernel.kernels.common.rules import Rules
 from ejkernel.kernels.common.triton_rules import NAMES, Layouts, flat_operands
-from ejkernel.kernels.softmax.rules import Rules, bound_by
+from ejkernel.kernels.softmax.rules import bound_by
 from ejkernel.kernels.softmax.spec import Band
 from ejkernel.types.recognition import band_of, conditions
 

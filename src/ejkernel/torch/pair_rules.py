@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ejkernel.expressions.binding import Rule, Sizes, distance, with_indices
 from ejkernel.expressions.nodes import INT, B, Expression, H, I, J, load
-from ejkernel.kernels.softmax.rules import composed, conjunction, recognised_cap
+from ejkernel.kernels.common.rules import composed, conjunction, recognised_cap
 from ejkernel.kernels.softmax.spec import Band, alibi_rule
 from ejkernel.torch.calls import Options
 from ejkernel.torch.functions import bound, without_bands

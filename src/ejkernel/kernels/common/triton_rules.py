@@ -31,11 +31,12 @@ from ejkernel.expressions.nodes import (
 
 
 class Layout(NamedTuple):
-    """How many operands of a dtype there are."""
+    """How many operands of a dtype there are, and at which index those of rows are read: a parameter."""
 
     scalars: int = 0
     rows: int = 0
     columns: int = 0
+    row_index: str = "o_i"
 
 
 class Layouts(NamedTuple):
@@ -50,7 +51,7 @@ class DeviceFunction:
     """An expression as a function of Triton, `C.RULE.call(...)` in kernels.
 
     Its parameters are the query and key indices, the logits (or anything, where it does not depend on them), where the
-    operands of its (batch, head) begin, and both lengths.
+    operands of its (batch, head) begin, and both lengths; `o_row`, if a layout reads rows there.
     """
 
     expression: Expression
@@ -124,7 +125,7 @@ def _source(expression: Expression, layouts: Layouts) -> tuple[str, str]:
             lines.append(f"    {names[node]} = {text}\n")
     body = "".join(lines) + f"    return {names[expression]}\n"
     name = f"rule_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
-    return name, f"def {name}(o_i, o_j, b_s, p_ints, p_floats, T, S):\n{body}"
+    return name, f"def {name}(o_i, o_j, b_s, p_ints, p_floats, T, S, o_row=None):\n{body}"
 
 
 _INFIX = {
@@ -181,7 +182,7 @@ def _number(value: Any) -> str:
 
 def _loaded(node: Expression, args: list[str], layout: Layout) -> str:
     pointer = "p_floats" if node.dtype == FLOAT else "p_ints"
-    scalars, rows, columns = layout
+    scalars, rows, columns, index_of_row = layout
     if node.name == LOOKUP:
         offset, shape = node.data
         index = "0"
@@ -192,7 +193,7 @@ def _loaded(node: Expression, args: list[str], layout: Layout) -> str:
     if kind == "scalar":
         return f"tl.load({pointer} + {number})"
     if kind == "row":
-        return f"tl.load({pointer} + {scalars} + {number} * T + o_i, mask=o_i < T, other=0)"
+        return f"tl.load({pointer} + {scalars} + {number} * T + {index_of_row}, mask={index_of_row} < T, other=0)"
     return f"tl.load({pointer} + {scalars} + {rows} * T + {number} * S + o_j, mask=o_j < S, other=0)"
 
 

@@ -186,13 +186,14 @@ def _of_query_and_key(
         minuend = jnp.zeros(k.shape if outer is not None else k.shape[:3], jnp.float32) if gates else None
     else:
         of_query = replace(primal, a=dout, b=v, c=k, inner=inner, outer=outer, start=transposed_state(primal.start))
-        dquery, _, minuend = run_scan(replace(of_query, with_out=True, with_state=False, factor=q if gates else None))
+        result = run_scan(replace(of_query, with_out=True, with_state=False, factor=q if gates else None))
+        dquery, minuend = result.out, result.products
     of_key = replace(reverse, a=v, b=dout, c=q, inner=inner, outer=outer, start=transposed_state(reverse.start))
     if gates:
         sums_start = None if sums_start is None else sums_start.sum(-1 if outer is not None else (-2, -1))
         of_key = replace(of_key, factor=k, minuend=minuend, sums_start=sums_start)
-    dkey, _, dgk = run_scan(of_key)
-    return _given(query=dquery, key=dkey, gk=dgk)
+    result = run_scan(of_key)
+    return _given(query=dquery, key=result.out, gk=result.products)
 
 
 def _of_value(
@@ -212,7 +213,7 @@ def _of_value(
         minuend = zeros if dout is None else run_scan(replace(primal, with_out=False, factor=dout)).products
         reverse = replace(reverse, factor=v, minuend=minuend, sums_start=sums_start)
     reverse = replace(reverse, a=k, b=q, c=jnp.zeros_like(v) if dout is None else dout)
-    dv, dstate, dgv = run_scan(replace(reverse, with_state="initial_state" in call))
+    dv, dstate, dgv, _ = run_scan(replace(reverse, with_state="initial_state" in call))
     return _given(value=dv, initial_state=None if dstate is None else dstate * call.spec.scale, gv=dgv)
 
 
@@ -228,7 +229,7 @@ def _of_gamma(
     call: Call, run_scan: RunScan, primal: Scan, dout: jax.Array | None, dstate: jax.Array | None
 ) -> jax.Array:
     """The gradient (B or 1, H) of the decays that all tokens have."""
-    _, state, products = run_scan(
+    _, state, products, _ = run_scan(
         replace(primal, tangent=True, with_out=False, with_state=dstate is not None, factor=dout)
     )
     gradient = jnp.zeros((1, 1), jnp.float32)

@@ -13,10 +13,11 @@ from ejkernel.checks.options import flag, static_int
 from ejkernel.checks.values import check_rows
 from ejkernel.expressions.binding import Sizes, with_indices
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
+from ejkernel.kernels.common.rules import Rules, mask_rule, score_rule
 from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.native_sparse.block_table import BlockTable, block_table, check_lengths
 from ejkernel.kernels.softmax import rules
-from ejkernel.kernels.softmax.rules import Rules, bound_rules, mask_rule, score_rule
+from ejkernel.kernels.softmax.rules import bound_rules
 from ejkernel.kernels.softmax.spec import checked_tokens, joined_sinks, sink_logits, token_positions
 from ejkernel.ops import Call, Dims
 from ejkernel.ops.autodiff import default_rules

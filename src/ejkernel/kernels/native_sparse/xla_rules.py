@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from ejkernel.expressions.evaluation import evaluate
 from ejkernel.expressions.nodes import LOOKUP, Expression
+from ejkernel.kernels.common.rules import array_name, table_index
 from ejkernel.kernels.native_sparse.spec import dimensions
-from ejkernel.kernels.softmax.rules import ARRAYS, array_name, slopes, table_index
+from ejkernel.kernels.softmax.rules import ARRAYS, slopes
 from ejkernel.ops import Call
 from ejkernel.ops.operation import Arrays
 

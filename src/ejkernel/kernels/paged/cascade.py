@@ -11,6 +11,7 @@ import numpy as np
 from ejkernel.checks.arrays import integers
 from ejkernel.checks.values import check
 from ejkernel.kernels.common.online_softmax import merge, online_finish, state_of
+from ejkernel.kernels.paged import rules
 from ejkernel.kernels.paged.calls import page_call, prefill_call
 from ejkernel.kernels.paged.spec import finish
 from ejkernel.ops import Call
@@ -25,11 +26,16 @@ def cascade_calls(
     prefix_len: Any,
     *,
     softmax_aux: Any = None,
+    mask_fn: Any = None,
+    score_fn: Any = None,
+    tree_mask: Any = None,
     **options: Any,
 ) -> tuple[Call, Call]:
     """The call of all queries over the prefix, and that of each sequence over the keys behind it."""
     # sinks join once: with the keys of the sequence itself
-    whole = page_call(query, key_cache, value_cache, context_lens, block_tables, softmax_aux=softmax_aux, **options)
+    functions = {"mask_fn": mask_fn, "score_fn": score_fn, "tree_mask": tree_mask, "by_token": True}
+    own = {"softmax_aux": softmax_aux, **functions}
+    whole = page_call(query, key_cache, value_cache, context_lens, block_tables, **own, **options)
     prefix_len = integers("prefix_len", prefix_len, 0)
     S = whole["block_tables"].shape[2] * whole["key_pages"].shape[2]
     message = f"prefix_len must be from 0 to {S}, what the table holds"
@@ -39,6 +45,10 @@ def cascade_calls(
     length, table, starts = _prefix(whole.spec.tokens, S, whole["context_lens"], whole["block_tables"], prefix_len)
     arrays = whole["query"][0], whole["key_pages"][0], whole["value_pages"][0]
     prefix = prefill_call(*arrays, length, table, causal=False, **options)
+    # functions are of the sequences, in which queries have other positions than in the prefix
+    same = {name: getattr(whole.spec, name) for name in ("rules", "hides", "soft_cap")}
+    read = {name: x for name, x in whole.arrays.items() if name in rules.ARRAYS}
+    prefix = Call(replace(prefix.spec, **same), prefix.arrays | read)
     return _in_float32(prefix), _in_float32(Call(whole.spec, {**whole.arrays, "starts": starts}))
 
 

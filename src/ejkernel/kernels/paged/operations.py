@@ -1,5 +1,6 @@
 """The operations built on the paged family, and where their implementations live."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +42,8 @@ def bucket(call: Call) -> str:
     sizes = {"T": dims.T, "N": dims.N, "S": dims.S, "L": dims.L, "H": dims.H, "K": dims.Hkv, "D": dims.D, "V": dims.Dv}
     cache = call["kv_pages" if "kv_pages" in call else "key_pages"].dtype.name
     kind = "ragged" if spec.tokens is None else "even"
-    window = ["window"] if spec.window is not None else []
+    limited = spec.window is not None or spec.chunk is not None or "window" in call
+    window = ["window"] * limited + [f"{name}_fn" for name, rule in spec.rules._asdict().items() if rule is not None]
     return "-".join([rounded_sizes(sizes.items()), call["query"].dtype.name, cache, kind, *window])
 
 
@@ -53,6 +55,11 @@ def page_structs(
     struct = jax.ShapeDtypeStruct
     query, pages = struct((N, tokens, H, D), dtype), [struct((N * W, L, Hkv, d), cache or dtype) for d in (D, Dv or D)]
     return struct_call(page_call, query, *pages, struct((N,), "int32"), struct((N, W), "int32"), **options)
+
+
+def _biased() -> Callable[..., Any]:
+    bias = jnp.ones(128)
+    return lambda score, b, h, i, j: score + bias[j]
 
 
 def probes() -> dict[str, Call]:
@@ -76,6 +83,12 @@ def probes() -> dict[str, Call]:
         "flat buffer (`decode_attention`)": struct_call(decode_call, batch, *flat, table, lens, page_size=1),
         "contiguous cache (`ragged_decode_attention`)": struct_call(ragged_decode_call, batch, *whole, lens, lens),
         "sliding window": page_structs(sliding_window=32),
+        "chunks": page_structs(chunk_size=32),
+        "traced window": page_structs(sliding_window=partial(jnp.ones, (), "int32")),
+        "`score_fn`, traced soft cap": page_structs(logits_soft_cap=partial(jnp.ones, ())),
+        "`mask_fn`": page_structs(mask_fn=lambda: lambda b, h, i, j: (i - j) % 2 == 0),
+        "`tree_mask`": page_structs(tokens=4, tree_mask=partial(jnp.ones, (4, 4), bool)),
+        "functions that read an array at keys": page_structs(score_fn=_biased),
         "sinks": page_structs(softmax_aux=lambda: jnp.zeros(8)),
         "soft cap": page_structs(logits_soft_cap=30.0),
         "num_splits": page_structs(num_splits=4),

@@ -6,7 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.paged.spec import Dimensions, Spec, by_row, dimensions, page_ids, read_pages, sequences
+from ejkernel.kernels.paged.rules import row_operands
+from ejkernel.kernels.paged.spec import (
+    Dimensions,
+    Spec,
+    by_row,
+    dimensions,
+    lowest_keys,
+    page_ids,
+    read_pages,
+    sequences,
+)
 from ejkernel.ops import Call
 
 
@@ -26,15 +36,19 @@ def _one_row(spec: Spec, dims: Dimensions, dtype: Any, arrays: dict[str, jax.Arr
     seen = owned[:, None] & (rows.start[n][:, None] <= key_index[None]) & (key_index[None] < rows.length[n][:, None])
     if spec.causal:
         seen &= key_index[None] <= position[:, None]
-    if spec.causal and spec.window is not None:
-        seen &= key_index[None] >= position[:, None] - spec.window
+    if (low := lowest_keys(spec, position, arrays.get("window"))) is not None:
+        seen &= key_index[None] >= low[:, None]
+    seen = jnp.broadcast_to(seen, (H, T, S))
+    operands = row_operands(arrays)
+    if spec.rules.mask is not None:
+        seen &= operands.value(spec.rules.mask, position[:, None], key_index[None])
 
     def wide(cache: jax.Array, name: str) -> jax.Array:
-        """The cache of every token's sequence (T, S, H, D), scaled, without what the token does not see."""
+        """The cache of every token's sequence (T, S, H, D), scaled, without what the token and head do not see."""
         scale = arrays.get(name, jnp.ones(Hkv, jnp.float32))[None, None, :, None]
         cache = cache.reshape(T, S, Hkv, -1).astype(jnp.float32) * scale
-        cache = cache.astype(dtype)
-        return jnp.repeat(jnp.where(seen[..., None, None], cache, 0), H // Hkv, axis=2)
+        cache = jnp.repeat(cache.astype(dtype), H // Hkv, axis=2)
+        return jnp.where(jnp.moveaxis(seen, 0, 2)[..., None], cache, 0)
 
     key, value = read_pages(arrays, lambda pages: pages[page_ids(dims, arrays)[n]])
     key, value = wide(key, "k_scale"), wide(value, "v_scale")
@@ -42,7 +56,9 @@ def _one_row(spec: Spec, dims: Dimensions, dtype: Any, arrays: dict[str, jax.Arr
     logits = spec.scale * einsum("thd,tshd->hts", arrays["query"].astype(dtype), key)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
-    logits = jnp.where(seen[None], logits, -jnp.inf)
+    if spec.rules.score is not None:
+        logits = operands.value(spec.rules.score, position[:, None], key_index[None], logits)
+    logits = jnp.where(seen, logits, -jnp.inf)
     sinks = arrays.get("sinks", jnp.full(H, -jnp.inf, jnp.float32))
     sinks = jnp.where(owned[None], sinks[:, None], -jnp.inf)
     top = jnp.maximum(logits.max(-1), sinks)

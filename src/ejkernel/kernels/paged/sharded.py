@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.paged.spec import dimensions
+from ejkernel.kernels.paged.spec import dimensions, lowest_keys
 from ejkernel.ops import Call
 from ejkernel.ops.autodiff import default_rules
 from ejkernel.ops.operation import Arrays
@@ -65,6 +65,11 @@ def _one_query_each(call: Call, S: int) -> tuple[Call, _Visible]:
     spec, arrays = call.spec, dict(call.arrays)
     tokens = spec.tokens
     assert tokens is not None  # operations with ragged queries do not split their caches
+    if any(rule is not None and rule.axes & {"i", "j"} for rule in spec.rules):
+        raise ValueError(
+            "mask_fn, score_fn and tree_mask that depend on positions: a device that has a part of the keys does not "
+            "know theirs; split sequences and heads instead of pages and lengths"
+        )
 
     def each(name: str) -> jax.Array:
         return jnp.repeat(arrays[name], tokens, axis=1)
@@ -76,10 +81,12 @@ def _one_query_each(call: Call, S: int) -> tuple[Call, _Visible]:
     if spec.causal:
         behind = tokens - 1 - jnp.arange(end.shape[1], dtype=jnp.int32) % tokens
         end = jnp.maximum(end - behind, 0)
-        if spec.window is not None:
-            start = jnp.maximum(start, end - 1 - spec.window)
+        window = arrays.pop("window", None)
+        if (low := lowest_keys(spec, end - 1, None if window is None else window[:, None])) is not None:
+            start = jnp.maximum(start, low)
     out = spec.out_dtype or arrays["query"].dtype.name
-    return replace(call, spec=replace(spec, tokens=1, window=None, out_dtype=out), arrays=arrays), _Visible(start, end)
+    spec = replace(spec, tokens=1, window=None, chunk=None, out_dtype=out)
+    return replace(call, spec=spec, arrays=arrays), _Visible(start, end)
 
 
 def _merged(call: Call, local: Arrays, axes: tuple[str, ...], run: Run) -> Arrays:

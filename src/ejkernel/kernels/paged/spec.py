@@ -10,7 +10,9 @@ Every array has a leading axis `B`, which is 1 unless vmap folded something into
     query_start   (N + 1,)         first query of each sequence; absent: every sequence has `spec.tokens`
     num_seqs      ()               how many sequences count; absent: all
     starts        (N,)             keys before it are hidden
+    window        ()               how many keys before its own a query sees, where that is traced
     sinks         (H,)             a logit without a value; k_scale, v_scale (Hkv,): cache value times scale
+    int_rows, ... what mask and score functions read: see `rules.py`
 
 Values of the integer arrays are as the caller gave them: implementations clamp what they read (`sequences` does it for
 those in jax.numpy, and `page_ids` for the table), for another pass over them would cost a launch of its own.
@@ -18,6 +20,7 @@ those in jax.numpy, and `page_ids` for the table), for another pass over them wo
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,13 +28,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
+from jax.sharding import NamedSharding
 
 from ejkernel.checks.arrays import check_cumulative, check_sizes_known, integers, traced_number
 from ejkernel.checks.caches import CACHE_DTYPES, cache_scale
-from ejkernel.checks.options import flag, number, soft_cap, static_int
+from ejkernel.checks.options import flag, number, static_int
 from ejkernel.checks.values import check
+from ejkernel.expressions.binding import Rule
+from ejkernel.kernels.common.rules import (
+    Rules,
+    cap_rule,
+    composed,
+    conjunction,
+    mask_rule,
+    recognised_cap,
+    score_rule,
+)
+from ejkernel.kernels.paged import rules
 from ejkernel.kernels.softmax.spec import joined_sinks, sink_logits, window_band
 from ejkernel.ops import Call, Dims, Shards
+from ejkernel.types.segments import searched
 
 NO_GRADIENT = (
     "attention over a cache is for inference and has no gradient: train with flash_attention on keys and values, "
@@ -48,12 +64,17 @@ ARRAYS = {
     "query_start": Dims("B M"),
     "num_seqs": Dims("B"),
     "starts": Dims("B N"),
+    "window": Dims("B"),
     "sinks": Dims("B H"),
     "k_scale": Dims("B Hkv"),
     "v_scale": Dims("B Hkv"),
+    **{name: Dims(names) for name, names in rules.ARRAYS.items()},
 }
 # as many query tokens of each sequence, so that sequences can be split over devices; contiguous caches split along
-BY_SEQUENCE = ARRAYS | {"query": Dims("B N* H D", broadcasts=False)}
+BY_SEQUENCE = ARRAYS | {
+    "query": Dims("B N* H D", broadcasts=False),
+    **{name: Dims(names.replace("T", "N*")) for name, names in rules.ARRAYS.items() if name.endswith("rows")},
+}
 CONTIGUOUS = BY_SEQUENCE | {"key_pages": Dims("B N S Hkv D"), "value_pages": Dims("B N S Hkv Dv")}
 
 # lse is the log-sum-exp of a row's logits, top their maximum; both with sinks, -inf for a row that sees nothing
@@ -69,6 +90,10 @@ class Cost(NamedTuple):
     bytes_accessed: int
 
 
+# of a mask function that may hide any
+EVERY_KEY = 2**30
+
+
 @dataclass(frozen=True)
 class Spec:
     """The static facts of a call.
@@ -77,7 +102,10 @@ class Spec:
         scale: of the logits.
         tokens: queries of every sequence, where all have the same number; None: `query_start` says.
         causal: a sequence's queries are its last tokens and see the keys up to their own; else they see all.
-        window: how many keys before its own a query sees; None is all.
+        window: how many keys before its own a query sees; None is all, or as many as the array `window` says.
+        chunk: a query sees keys of its own chunk of so many positions; None is all.
+        rules: mask and score functions.
+        hides: how many of a sequence's newest keys `rules.mask` may hide.
         soft_cap: of the logits, after the scale.
         num_splits: splits of the key axis that are computed side by side; None leaves it to the platform.
         with_lse: whether the caller wants the log-sum-exp.
@@ -90,6 +118,9 @@ class Spec:
     tokens: int | None = None
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
+    rules: Rules = Rules()
+    hides: int = 0
     soft_cap: float | None = None
     num_splits: int | None = None
     with_lse: bool = False
@@ -149,17 +180,22 @@ def canonicalise(
     softmax_scale: Any = None,
     logits_soft_cap: Any = None,
     sliding_window: Any = None,
+    chunk_size: Any = None,
+    mask_fn: Any = None,
+    score_fn: Any = None,
+    tree_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     num_splits: Any = None,
     return_lse: bool = False,
     causal: bool = True,
+    by_token: bool = False,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
     """Check a call on `query` (T, H, D) and `pages` {"key_pages", "value_pages"} or {"kv_pages"}, and name its arrays.
 
     Sequences have `tokens` queries each, or `query_start_loc` says where each one's begin. `names` are what the caller
-    calls the arrays, where it is something else.
+    calls the arrays, where it is something else. With `by_token`, functions read the positions of queries.
     """
     arrays = {"query": query, **pages}
     T, H, D = query.shape
@@ -169,25 +205,62 @@ def canonicalise(
     k_scale, v_scale = cache_scale("k_scale", k_scale, Hkv), cache_scale("v_scale", v_scale, Hkv)
     if traced is not None:  # it is as good as a factor of the keys
         k_scale = traced * (jnp.ones(Hkv) if k_scale is None else k_scale)
+    window, traced_window = _window(sliding_window)
     arrays |= {"k_scale": k_scale, "v_scale": v_scale}
+    chunk = None if chunk_size is None else static_int("chunk_size", chunk_size, 1)
+    seen = None if mask_fn is None else mask_rule(mask_fn)
+    if seen is not None and not by_token:
+        window, chunk, seen = rules.limits(seen, window, chunk)
+    hides = 0 if seen is None else EVERY_KEY
+    cap, capped = cap_rule(logits_soft_cap)
+    scores = composed(None if score_fn is None else score_rule(score_fn), capped)
+    if cap is None and scores is not None and (known := recognised_cap(scores.expression)) is not None:
+        cap, scores = known, None
     spec = Spec(
         scale=scale,
         tokens=tokens,
         causal=causal,
-        window=_window(sliding_window),
-        soft_cap=soft_cap(logits_soft_cap),
+        window=window,
+        chunk=chunk,
+        soft_cap=cap,
         num_splits=None if num_splits is None else _splits(num_splits),
         with_lse=flag("return_lse", return_lse),
     )
     N = T // tokens if tokens is not None else None
-    given = _Integers(context_lens, block_tables, query_start_loc, num_seqs, starts)
+    given = _Integers(context_lens, block_tables, query_start_loc, num_seqs, starts, traced_window)
     given = given.check_shapes(N, P, names)
     given.check_values(spec, T, P, L, names)
     arrays |= {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in given._asdict().items()}
+    if tree_mask is not None:
+        tree, newest = rules.tree_rule(tree_mask, given.context_lens, given.width * L)
+        seen, hides = conjunction(seen, tree), max(hides, newest)
     present = {name: x for name, x in arrays.items() if x is not None}
     stand_ins = _stand_ins(present, tokens)
     arrays = {name: jnp.asarray(x)[None] for name, x in (present | stand_ins).items()}
-    return Call(replace(spec, stands_in=bool(stand_ins)), arrays)
+    call = Call(replace(spec, stands_in=bool(stand_ins)), arrays)
+    return call if stand_ins else _with_rules(call, seen, scores, hides, by_token)
+
+
+def _with_rules(call: Call, mask: Rule | None, scores: Rule | None, hides: int, by_token: bool) -> Call:
+    """The call with mask and score functions, bound to its tokens."""
+    if mask is None and scores is None:
+        return call
+    bound, plan, read = rules.bound_rules(mask, scores, by_token)
+    counts = {name: call[name] for name in ("context_lens", "query_start", "num_seqs") if name in call}
+    arrays = call.arrays | _operands(Spec(1.0, call.spec.tokens), dimensions(call), plan, read, counts)
+    return replace(call, spec=replace(call.spec, rules=bound, hides=hides), arrays=arrays)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _operands(
+    spec: Spec, dims: "Dimensions", plan: rules.Plan, read: tuple[jax.Array, ...], counts: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """What mask and score functions read, of every token by its sequence and its position there."""
+    read, counts = jax.tree.map(_whole, (read, counts))
+    rows = sequences(spec, dims, {name: x[0] for name, x in counts.items()})
+    token = jnp.arange(dims.T, dtype=jnp.int32)
+    n = jnp.maximum(searched(rows.first, token) - 1, 0)
+    return plan.operands(read, n, (rows.length - rows.queries - rows.first)[n] + token, dims.H)
 
 
 def _scale(softmax_scale: Any, D: int) -> tuple[float, jax.Array | None]:
@@ -205,6 +278,14 @@ def _splits(num_splits: Any) -> int:
     if splits > _MOST_SPLITS:
         raise ValueError(f"num_splits={splits} must be at most {_MOST_SPLITS}")
     return splits
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """An array that is split over Explicit mesh axes, on every device."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, jax.sharding.PartitionSpec()))
 
 
 # Queries and pages ------------------------------------------------------------------------------------------
@@ -257,9 +338,30 @@ def _sinks(softmax_aux: Any, H: int) -> jax.Array | None:
     return sinks.squeeze(1) if sinks.shape[1] == 1 else joined_sinks(sinks)
 
 
-def _window(sliding_window: Any) -> int | None:
-    lo = window_band(sliding_window).lo  # what lies to the right is hidden by causality anyway
-    return None if lo is None else -lo
+def _window(sliding_window: Any) -> tuple[int | None, jax.Array | None]:
+    """How many keys before its own a query sees, where that is known, and where it is traced."""
+    pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    traced = [x for x in pair if isinstance(x, jax_core.Tracer)]
+    for x in traced:
+        if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"sliding_window must hold integers, got {x.dtype} of shape {x.shape}")
+    known = tuple(None if isinstance(x, jax_core.Tracer) else x for x in pair) if traced else sliding_window
+    lo = window_band(known).lo  # what lies to the right is hidden by causality anyway
+    left = None
+    if traced and isinstance(pair[0], jax_core.Tracer):  # a negative one shows nothing
+        most = min(EVERY_KEY, jnp.iinfo(pair[0].dtype).max)
+        left = jnp.maximum(jnp.minimum(pair[0], most).astype(jnp.int32), -1)
+    return None if lo is None else -lo, left
+
+
+def lowest_keys(spec: Spec, position: Any, window: Any = None) -> Any:
+    """The first key that windows and chunks show to a query at a position; None where there are none."""
+    lows = [position - w for w in (spec.window, window) if w is not None]
+    on_host = not any(isinstance(x, jax.Array) for x in (position, window))
+    if spec.chunk is not None:  # in kernels, rounding down would take longer; a query before the first key sees none
+        over = position % spec.chunk if on_host else jax.lax.rem(position, jnp.full_like(position, spec.chunk))
+        lows.append(position - over)
+    return reduce(np.maximum if on_host else jnp.maximum, lows) if spec.causal and lows else None
 
 
 # Lengths and tables -----------------------------------------------------------------------------------------
@@ -273,6 +375,12 @@ class _Integers(NamedTuple):
     query_start: Any
     num_seqs: Any
     starts: Any
+    window: Any
+
+    @property
+    def width(self) -> int:
+        """Pages of a sequence at most."""
+        return 1 if self.block_tables is None else self.block_tables.shape[1]
 
     def check_shapes(self, N: int | None, P: int, names: Mapping[str, str]) -> "_Integers":
         """Ranks, dtypes and sizes; what is not an array becomes one of numpy."""
@@ -304,31 +412,31 @@ class _Integers(NamedTuple):
         if num_seqs is not None and num_seqs.size != 1:
             raise ValueError(f"num_seqs must be one number, got shape {num_seqs.shape}")
         num_seqs = None if num_seqs is None else num_seqs.reshape(())
-        return _Integers(lens, tables, query_start, num_seqs, starts)
+        return _Integers(lens, tables, query_start, num_seqs, starts, self.window)
 
     def check_values(self, spec: Spec, T: int, P: int, L: int, names: Mapping[str, str]) -> None:
         """Ranges: always of host values, with `EJKERNEL_CHECKS=1` of device values too."""
         lens_name, table_name, starts_name = (names.get(n, n) for n in ("context_lens", "block_tables", "starts"))
         N = self.context_lens.shape[0]
-        S = L if self.block_tables is None else self.block_tables.shape[1] * L
+        S, given = self.width * L, self[:-1]  # of what a window has no part in
 
         def counted(xp: Any) -> Any:
             return xp.arange(N, dtype=np.int32) < (N if self.num_seqs is None else self.num_seqs)
 
         if self.num_seqs is not None:
-            check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", self)
+            check(self.num_seqs, lambda xp, n: (n < 0) | (n > N), f"num_seqs must be from 0 to {N}", given)
         if self.query_start is not None:
             check_cumulative("query_start_loc", self.query_start, T, of="query tokens", sequences=self.num_seqs)
         holder = "cache" if self.block_tables is None else "table"
         message = f"{lens_name} must be from 0 to {S}, what the {holder} holds"
-        check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
+        check(self.context_lens, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, given)
         if self.query_start is not None:
             message = f"{lens_name} must count the queries of the sequence too, so be at least as many"
             queries = self.query_start
-            check(self.context_lens, lambda xp, n: (n < xp.diff(queries)) & counted(xp), message, self)
+            check(self.context_lens, lambda xp, n: (n < xp.diff(queries)) & counted(xp), message, given)
         if self.starts is not None:
             message = f"{starts_name} must be from 0 to {S}"
-            check(self.starts, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, self)
+            check(self.starts, lambda xp, n: ((n < 0) | (n > S)) & counted(xp), message, given)
         if self.block_tables is not None:
             tables = self.block_tables
 
@@ -347,9 +455,9 @@ class _Integers(NamedTuple):
         lens = xp.asarray(self.context_lens)[:, None]
         slots = xp.arange(self.block_tables.shape[1], dtype=np.int32)[None]
         used = slots * L < lens
-        if spec.window is not None and spec.causal:
-            queries = spec.tokens if self.query_start is None else xp.diff(self.query_start)[:, None]
-            used &= (slots + 1) * L > lens - queries - spec.window
+        queries = spec.tokens if self.query_start is None else xp.diff(self.query_start)[:, None]
+        if (low := lowest_keys(spec, lens - queries, self.window)) is not None:
+            used &= (slots + 1) * L > low
         if self.starts is not None:
             used &= (slots + 1) * L > xp.asarray(self.starts)[:, None]
         return used

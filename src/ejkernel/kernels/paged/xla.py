@@ -28,16 +28,19 @@ from ejkernel.kernels.common.tiles import (
     matmul,
     nan_rows,
 )
+from ejkernel.kernels.paged.rules import row_operands
 from ejkernel.kernels.paged.spec import (
     Dimensions,
     Spec,
     by_row,
     dimensions,
+    lowest_keys,
     page_ids,
     read_pages,
     sequences,
 )
 from ejkernel.ops import Call, Implementation
+from ejkernel.ops.operation import Arrays
 from ejkernel.ops.sharding import varying_like
 from ejkernel.types.segments import searched
 
@@ -112,7 +115,7 @@ def _one_row(spec: Spec, dims: Dimensions, config: Config, arrays: dict[str, jax
     rows = sequences(spec, dims, arrays)
     count = _tile_count(spec, dims, block_q)
     n, offset, tile_row = _tiling(spec, dims, rows, block_q, count)
-    tiles = _tiles(spec, rows, n, offset, block_q, block_k, sub_page, splits)
+    tiles = _tiles(spec, rows, arrays.get("window"), n, offset, block_q, block_k, sub_page, splits)
     state = _loop_over_keys(spec, dims, arrays, tiles, block_q, block_k, sub_page)
     state = merge(jax.tree.map(lambda x: x.reshape(splits, count, *x.shape[1:]), state))
     if "sinks" in arrays:
@@ -154,7 +157,15 @@ def _tiling(spec: Spec, dims: Dimensions, rows: Any, block_q: int, count: int) -
 
 
 def _tiles(
-    spec: Spec, rows: Any, n: jax.Array, offset: jax.Array, block_q: int, block_k: int, sub_page: int, splits: int
+    spec: Spec,
+    rows: Any,
+    window: jax.Array | None,
+    n: jax.Array,
+    offset: jax.Array,
+    block_q: int,
+    block_k: int,
+    sub_page: int,
+    splits: int,
 ) -> _Tiles:
     """Every tile once per split: (splits * tiles,)."""
     queries = jnp.clip(rows.queries[n] - offset, 0, block_q)
@@ -162,8 +173,8 @@ def _tiles(
     low, high = rows.start[n], rows.length[n]
     if spec.causal:
         high = jnp.minimum(high, position + queries)
-    if spec.causal and spec.window is not None:
-        low = jnp.maximum(low, position - spec.window)
+    if (first := lowest_keys(spec, position, window)) is not None:
+        low = jnp.maximum(low, first)
     key = low // sub_page * sub_page
     steps = jnp.where(queries > 0, jnp.maximum(high - key, 0) + block_k - 1, 0) // block_k
     split_steps = -(-steps // splits)
@@ -190,17 +201,29 @@ def _loop_over_keys(
     tokens = jnp.minimum(tiles.token[:, None] + jnp.arange(block_q), dims.T - 1)
     query = arrays["query"][tokens].reshape(count, block_q, Hkv, G, D)
     query = jnp.moveaxis(query, 1, 2).reshape(count, Hkv, block_q * G, D)
+    operands = {name: _by_tile(arrays[name], tokens, Hkv, G) for name in ("int_rows", "float_rows") if name in arrays}
+    tables = {name: arrays[name] for name in ("int_tables", "float_tables") if name in arrays}
     scale = spec.scale * arrays.get("k_scale", jnp.ones(Hkv))
     table = page_ids(dims, arrays)
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
-    def one_head(state: OnlineSoftmax, query: jax.Array, key: jax.Array, value: jax.Array, scale: Any, seen: jax.Array):
+    def one_head(
+        position: jax.Array, index: jax.Array, seen: jax.Array,
+        state: OnlineSoftmax, query: jax.Array, key: jax.Array, value: jax.Array, scale: Any, operands: Arrays,
+    ):  # fmt: skip
         logits = capped(matmul(query, key, (1, 1), precision) * scale, spec.soft_cap)
+        read = row_operands(operands | tables)
+        if spec.rules.score is not None:
+            logits = read.value(spec.rules.score, position, index, logits)
+        if spec.rules.mask is not None:
+            seen &= read.value(spec.rules.mask, position, index)
         logits = jnp.where(seen, nan_rows(logits.T, value).T, MASKED)
         state, weights = online_step(state, logits)
         return state._replace(out=state.out + matmul(weights.astype(value.dtype), finite(value), (1, 0), precision))
 
-    def one_tile(step: jax.Array, tile: _Tiles, state: OnlineSoftmax, query: jax.Array) -> OnlineSoftmax:
+    def one_tile(
+        step: jax.Array, tile: _Tiles, state: OnlineSoftmax, query: jax.Array, operands: Arrays
+    ) -> OnlineSoftmax:
         first = tile.key + step * block_k
         first_keys = first + jnp.arange(0, block_k, sub_page)
         slot = jnp.minimum(first_keys // dims.L, dims.W - 1)
@@ -212,18 +235,25 @@ def _loop_over_keys(
         seen = (tile.low <= index) & (index < tile.high) & (step < tile.steps)
         if spec.causal:
             seen &= index <= position
-        if spec.causal and spec.window is not None:
-            seen &= index >= position - spec.window
-        return jax.vmap(one_head, in_axes=(0, 0, 0, 0, 0, None))(state, query, key, value, scale, seen)
+        if (low := lowest_keys(spec, position, arrays.get("window"))) is not None:
+            seen &= index >= low
+        return jax.vmap(partial(one_head, position, index, seen))(state, query, key, value, scale, operands)
 
     def body(loop: tuple[jax.Array, OnlineSoftmax]) -> tuple[jax.Array, OnlineSoftmax]:
         step, state = loop
-        return step + 1, jax.vmap(partial(one_tile, step))(tiles, state, query)
+        return step + 1, jax.vmap(partial(one_tile, step))(tiles, state, query, operands)
 
     start = nothing_seen((count, Hkv, block_q * G), Dv)
     last = tiles.steps.max()
     loop = varying_like((jnp.int32(0), start), (arrays, last))
     return lax.while_loop(lambda loop: loop[0] < last, body, loop)[1]
+
+
+def _by_tile(x: jax.Array, tokens: jax.Array, Hkv: int, G: int) -> jax.Array:
+    """Operands of rows (H|1, n, T) for the rows of tiles with these tokens: (tiles, Hkv, n, block_q * G)."""
+    count, block_q = tokens.shape
+    x = jnp.broadcast_to(x[:, :, tokens], (Hkv * G, x.shape[1], count, block_q))
+    return jnp.einsum("hgnct->chntg", x.reshape(Hkv, G, *x.shape[1:])).reshape(count, Hkv, x.shape[1], block_q * G)
 
 
 IMPLEMENTATION = Implementation(Config, unsupported, default_config, search_space, forward)

@@ -1,57 +1,19 @@
 """Mask and score functions of a call: as they are bound to it, and their values in jax.numpy."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial, reduce
-from operator import and_
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.expressions.binding import OPERAND_ARRAYS, Binder, Rule, Sizes, renumbered
+from ejkernel.expressions.binding import OPERAND_ARRAYS, Binder, Rule, Sizes
 from ejkernel.expressions.derivatives import derivatives
-from ejkernel.expressions.evaluation import JAX, Namespace, clamped, evaluate
-from ejkernel.expressions.nodes import (
-    CONST,
-    FLOAT,
-    LOOKUP,
-    OPERAND,
-    SCORE,
-    TRUE,
-    Expression,
-    nodes,
-    score,
-    select,
-    substituted,
-)
-from ejkernel.expressions.tracing import traced
+from ejkernel.expressions.nodes import FLOAT, LOOKUP, OPERAND, TRUE, Expression, nodes, score
+from ejkernel.kernels.common.rules import Rules, TileOperands, array_name, of_tile_shape
 from ejkernel.ops import Dims
 
 ARRAYS = {name: Dims(names, grad=name.startswith("float")) for name, names in OPERAND_ARRAYS.items()}
-
-
-class Rules(NamedTuple):
-    """What is computed of each pair beyond the mask's other parts; None: nothing.
-
-    Attributes:
-        mask: whether a pair is visible.
-        score: the logit, from the one so far.
-    """
-
-    mask: Expression | None = None
-    score: Expression | None = None
-
-
-def mask_rule(function: Any, name: str = "mask_fn") -> Rule:
-    """A user's function of (b, h, i, j)."""
-    found = traced(function, name, scores=False)
-    return Rule(found.expression, found.arrays)
-
-
-def score_rule(function: Any, name: str = "score_fn") -> Rule:
-    """A user's function of (score, b, h, i, j)."""
-    found = traced(function, name, scores=True)
-    return Rule(found.expression, found.arrays)
 
 
 def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, dict[str, jax.Array]]:
@@ -88,15 +50,7 @@ def bound_by(binder: Binder, mask: Rule | None, scores: Rule | None) -> Rules:
     stop = binder.namespace.stop
     seen = None if mask is None else binder.bound(Rule(mask.expression, tuple(map(stop, mask.arrays))))
     logits = None if scores is None else binder.bound(scores)
-    if logits is not None and SCORE not in logits.axes:
-        logits = select(score().equals(score()), logits, score())  # of the shape of a tile, and nan where that is
-    return Rules(None if seen is TRUE else seen, None if logits is score() else logits)
-
-
-def array_name(node: Expression) -> str:
-    """The array in which an operand lies, or a table."""
-    kind = "table" if node.name == LOOKUP else node.data[0]
-    return f"{'float' if node.dtype == FLOAT else 'int'}_{kind}s"
+    return Rules(None if seen is TRUE else seen, None if logits in (None, score()) else of_tile_shape(logits))
 
 
 def trained_operands(expression: Expression) -> list[Expression]:
@@ -116,45 +70,6 @@ def slopes(rule: Expression) -> Slopes:
     operands = trained_operands(rule)
     found = derivatives(rule, [score(), *operands])
     return Slopes(found[score()], tuple((node, found[node]) for node in operands))
-
-
-class TileOperands(NamedTuple):
-    """How the operands of a tile are read, of whatever shape broadcasts with its pairs.
-
-    Attributes:
-        scalar, row, column: `(array name, number)` to values.
-        table: an array's name to its entries (..., n).
-        namespace: of the arrays.
-    """
-
-    scalar: Callable[[str, int], Any]
-    row: Callable[[str, int], Any]
-    column: Callable[[str, int], Any]
-    table: Callable[[str], Any] | None = None
-    namespace: Namespace = JAX
-
-    def value(self, expression: Expression, i: Any, j: Any, logits: Any = None) -> Any:
-        """An expression at query indices i and key indices j."""
-
-        def operand(node: Expression) -> Any:
-            kind, number = node.data
-            return getattr(self, kind)(array_name(node), number)
-
-        def load(node: Expression, index: tuple[Any, ...]) -> Any:
-            assert self.table is not None
-            return self.table(array_name(node))[..., table_index(node, index)]
-
-        axes = {"i": i, "j": j}
-        return evaluate(expression, axes, score=logits, operand=operand, load=load, namespace=self.namespace)
-
-
-def table_index(node: Expression, index: tuple[Any, ...]) -> Any:
-    """Where an entry lies among all tables of its dtype."""
-    offset, shape = node.data
-    at = 0
-    for size, i in zip(shape, clamped(index, shape), strict=True):
-        at = at * size + i
-    return at + offset
 
 
 def whole_operands(arrays: dict[str, Any]) -> TileOperands:
@@ -203,33 +118,6 @@ class _PerHead:
             jnp.arange(n).reshape(-1, *[1] * (self.behind + 1 - axis)) for axis, n in enumerate(self.table.shape[:2])
         )
         return self.table[b, h, at[1]]
-
-
-def recognised_cap(expression: Expression) -> float | None:
-    """c, of `c * tanh(score / c)` with a known one, which kernels have as an option."""
-    if expression.name != "mul":
-        return None
-    for cap, other in (expression.args, expression.args[::-1]):
-        if cap.name != CONST or cap.data <= 0 or other.name != "tanh":
-            continue
-        (inside,) = other.args
-        if inside is score() / cap:
-            return cap.data
-    return None
-
-
-def conjunction(*given: Rule | None) -> Rule | None:
-    """The mask rule of what all show."""
-    rules = [rule for rule in given if rule is not None]
-    return reduce(and_, rules) if rules else None
-
-
-def composed(outer: Rule | None, inner: Rule | None) -> Rule | None:
-    """The score rule that applies one after the other."""
-    if outer is None or inner is None:
-        return inner if outer is None else outer
-    later = renumbered(outer.expression, len(inner.arrays))
-    return Rule(substituted(later, {score(): inner.expression}), (*inner.arrays, *outer.arrays))
 
 
 def has_table_gradient(expression: Expression) -> bool:

@@ -20,8 +20,8 @@ import numpy as np
 
 from ejkernel.expressions.bounds import Interval, axis_interval, bounds, has_operands, is_exact, operand_interval
 from ejkernel.expressions.nodes import Expression
+from ejkernel.kernels.common.rules import array_name
 from ejkernel.kernels.softmax import rules
-from ejkernel.kernels.softmax.rules import array_name
 from ejkernel.kernels.softmax.spec import Band, Dimensions, Spec, dimensions
 from ejkernel.ops import Call
 

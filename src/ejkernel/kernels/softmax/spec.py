@@ -18,17 +18,24 @@ from ejkernel.checks.arrays import (
     float_array,
     float_dtype,
     number_array,
-    traced_number,
 )
-from ejkernel.checks.options import flag, number, soft_cap
+from ejkernel.checks.options import flag, number
 from ejkernel.expressions.binding import Rule, Sizes, distance, with_indices
 from ejkernel.expressions.nodes import FLOAT, INT, TRUE, B, Expression, H, I, apply, cast, load, score
 from ejkernel.kernels.common.batch import Batch, folded, folded_broadcast, unfolded
 from ejkernel.kernels.common.dropout import head_seeds
+from ejkernel.kernels.common.rules import (
+    Rules,
+    cap_rule,
+    composed,
+    conjunction,
+    mask_rule,
+    recognised_cap,
+    score_rule,
+)
 from ejkernel.kernels.common.scale import with_static_scale
 from ejkernel.kernels.common.tiles import rounded
 from ejkernel.kernels.softmax import rules
-from ejkernel.kernels.softmax.rules import Rules, recognised_cap
 from ejkernel.ops import Call, Dims
 from ejkernel.types import MaskInfo
 
@@ -171,7 +178,7 @@ def canonicalise(
     if offsets and (mask_fn is not None or score_fn is not None):
         indices = _packed_indices(offsets, dims)
     if mask_fn is not None:
-        mask &= _function_mask(rules.mask_rule(mask_fn), indices, dims)
+        mask &= _function_mask(mask_rule(mask_fn), indices, dims)
     called = dict(zip(_RENAMED, _RENAMED, strict=True)) | {**names}
     query, scale = with_static_scale(called["softmax_scale"], query, softmax_scale)
     arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -187,14 +194,14 @@ def canonicalise(
         if dropout_seed is None:
             raise ValueError(f"{called['dropout_prob']}={dropout} needs {called['dropout_seed']}")
         arrays["dropout_seeds"] = head_seeds(_seed(called["dropout_seed"], dropout_seed), dims.B, dims.H)
-    cap, cap_rule = _soft_cap(logits_soft_cap)
+    cap, capped = cap_rule(logits_soft_cap)
     away = _distance(mask, dims, indices)
     band, window_rule = _window(sliding_window, away)
-    called_score = None if score_fn is None else _counted(rules.score_rule(score_fn), indices)
-    scores = rules.composed(called_score, rules.composed(_alibi(alibi_slopes, dims, away, offsets), cap_rule))
+    called_score = None if score_fn is None else _counted(score_rule(score_fn), indices)
+    scores = composed(called_score, composed(_alibi(alibi_slopes, dims, away, offsets), capped))
     if cap is None and scores is not None and (known := recognised_cap(scores.expression)) is not None:
         cap, scores = known, None
-    seen = rules.conjunction(mask.rule, window_rule)
+    seen = conjunction(mask.rule, window_rule)
     if indices is not None:
         seen, scores = indices.placed(seen), indices.placed(scores)
     bound, operands = rules.bound_rules(seen, scores, Sizes(dims.B, dims.H, dims.T, dims.S))
@@ -375,15 +382,6 @@ def token_sequences(offsets: jax.Array, length: int) -> jax.Array:
     """The packed sequence of each token (length,); of padding, the last."""
     at = jnp.arange(length, dtype=jnp.int32)
     return jnp.clip(jnp.searchsorted(offsets, at, side="right") - 1, 0, offsets.shape[0] - 2)
-
-
-def _soft_cap(cap: Any) -> tuple[float | None, Rule | None]:
-    """A known cap, or the rule of a traced one."""
-    if not isinstance(cap, Tracer):
-        return soft_cap(cap), None
-    value = traced_number("logits_soft_cap", cap)
-    by = load(0, (B,), FLOAT)
-    return None, Rule(by * apply("tanh", score() / by), (value[None],))
 
 
 def _distance(mask: MaskInfo, dims: Dimensions, indices: Indices | None) -> Rule:

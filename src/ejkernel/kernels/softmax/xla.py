@@ -21,6 +21,7 @@ from ejkernel.kernels.common.online_softmax import (
     online_step,
     with_sinks,
 )
+from ejkernel.kernels.common.rules import TileOperands, array_name, table_index
 from ejkernel.kernels.common.tiles import (
     capped,
     exp_on_cpu,
@@ -31,7 +32,7 @@ from ejkernel.kernels.common.tiles import (
     uncapped_gradient,
 )
 from ejkernel.kernels.softmax.gradients import output_cotangent, row_terms, sink_gradient
-from ejkernel.kernels.softmax.rules import ARRAYS, TileOperands, array_name, slopes, table_index
+from ejkernel.kernels.softmax.rules import ARRAYS, slopes
 from ejkernel.kernels.softmax.schedule import Schedule, plan
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call, Implementation

@@ -7,7 +7,9 @@ VMEM in bytes, for tiles of t query tokens and blocks of k keys; e bytes per num
     tokens    t * H * (2 * D + Dv) * c           two buffers of queries, one of outputs
     rows      t * H * (D * c + Dv * 4 + 2 * 512) queries as rows; sum, maximum and total of the running softmax
     heads     k * Hkv * (D + Dv) * c             a block with heads first, where each head is multiplied on its own
-    logits    4 * 4 * rows * columns             float32 logits, weights and masks of a matmul, alive at once
+    logits    4 * 4 * rows * columns             float32 logits, weights and masks of a matmul, alive at once; one more
+                                                 for a mask function, and for a score function
+    read      t * H * 128 * 4 * 3                 for each dtype of what functions read: two buffers, and as rows
     operands  columns * (D + Dv) * (c + 4)       its keys and values as they are multiplied, and in float32
     queries   4 * t * H * D                      in float32, before they become rows
     state     4 * rows * (Dv + 256)              sum, maximum and total of one matmul, while they are replaced
@@ -31,6 +33,7 @@ from jax.experimental import pallas as pl
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.online_softmax import merge, online_finish, state_of
 from ejkernel.kernels.common.pallas_tpu import LANES, MIB, SMEM_BYTES, SUBLANES, chip_of, launch
+from ejkernel.kernels.common.pallas_tpu_rules import unsupported_operations
 from ejkernel.kernels.paged.pallas_tpu.kernel import Blocks, Kernel, Rows, divided
 from ejkernel.kernels.paged.spec import Dimensions, Spec, dimensions, sequences
 from ejkernel.ops import Call, Implementation
@@ -106,6 +109,8 @@ def _kernel(call: Call, config: Config) -> Kernel:
     spec, dims = call.spec, dimensions(call)
     heads_first = _heads_first(call)
     names = _page_names(call)
+    # at least two: Mosaic takes more memory to cut rows of one number
+    read = {name: max(2, call[name].shape[2]) for name in ("int_rows", "float_rows") if name in call}
     rows, cores = _rows(spec, dims, config, heads_first), chip_of(call.target).cores
     tiles = _tile_count(spec, dims, rows[-1].tokens)
     return Kernel(
@@ -117,6 +122,7 @@ def _kernel(call: Call, config: Config) -> Kernel:
         paired=len(names) == 1,
         batched=tuple(call[name].shape[0] > 1 for name in names),
         scaled=any(name in call for name in ("sinks", "k_scale", "v_scale")),
+        read=read,
         cache=call[names[0]].dtype,
         dtype=jnp.float32 if call["query"].dtype == jnp.float16 else call["query"].dtype,
         tiles=tiles,
@@ -151,7 +157,7 @@ def vmem_bytes(call: Call, config: Config) -> int:
     for rows in kernel.rows:
         columns = _up(kernel.blocks.size * kernel.columns_per_key(rows), LANES)
         count, D = _up(rows.count, SUBLANES), _up(dims.D, LANES)
-        held += 4 * 4 * count * columns
+        held += (4 + sum(rule is not None for rule in call.spec.rules)) * 4 * count * columns
         held += operand * columns * sum(_up(width, LANES) for width in kernel.widths)
         held += (8 if exact else 4) * _up(rows.heads * rows.count, SUBLANES) * D
         held += 4 * count * (_up(dims.Dv, LANES) + 2 * LANES)
@@ -163,7 +169,7 @@ def vmem_bytes(call: Call, config: Config) -> int:
 def smem_bytes(call: Call, config: Config) -> int:
     """Bytes of scalar memory: the page table, what is known per sequence, and the tiles."""
     dims = dimensions(call)
-    entries = sum(call[name].size for name in ("block_tables", "context_lens", "starts") if name in call)
+    entries = sum(call[name].size for name in ("block_tables", "context_lens", "starts", "window") if name in call)
     return 4 * (entries + 4 * _kernel(call, config).tiles) + 4 * dims.B
 
 
@@ -172,7 +178,7 @@ def unsupported(call: Call) -> list[str]:
     reasons = []
     if call[_page_names(call)[0]].dtype == jnp.float16:
         reasons.append("a float16 cache: a TPU has no float16 to load, use bfloat16")
-    return reasons + unsupported_config(call, default_config(call))
+    return reasons + unsupported_operations(*call.spec.rules) + unsupported_config(call, default_config(call))
 
 
 def unsupported_config(call: Call, config: Config) -> list[str]:
@@ -229,6 +235,10 @@ def forward(call: Call, config: Config) -> tuple[Arrays, Arrays]:
     for i, name in enumerate(_page_names(call)):
         pages = call[name].reshape(-1, *call[name].shape[2:])
         arrays[f"pages_{i}"] = (pages.swapaxes(1, 2) if kernel.heads_first else pages, anywhere)
+    for name, n in kernel.read.items():
+        rows = jnp.broadcast_to(call[name], (B, H, call[name].shape[2], T))
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, n - rows.shape[2]), (0, 0)))
+        arrays[name] = (rows.transpose(0, 3, 1, 2).reshape(B * T, H, n), anywhere)
     if kernel.scaled:
         for v, rows in enumerate(kernel.rows):
             arrays[f"by_row_{v}"] = _by_row(call, kernel, rows)
@@ -275,7 +285,7 @@ def _scalars(call: Call, kernel: Kernel) -> dict[str, jax.Array]:
     B = kernel.dims.B
     scalars: dict[str, jax.Array] = {}
     scalars |= zip(("sequence", "token", "count", "ahead"), _tiles(call, kernel), strict=True)
-    for name in ("context_lens", "starts", "block_tables"):
+    for name in ("context_lens", "starts", "block_tables", "window"):
         if name in call:
             scalars[name] = jnp.broadcast_to(call[name], (B, *call[name].shape[1:])).reshape(-1)
     if call.spec.tokens is None:

@@ -19,10 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.expressions.nodes import Expression
 from ejkernel.kernels.common.online_softmax import MASKED
 from ejkernel.kernels.common.pallas_tpu import SUBLANES
+from ejkernel.kernels.common.pallas_tpu_rules import for_mosaic
+from ejkernel.kernels.common.rules import TileOperands
 from ejkernel.kernels.common.tiles import capped, matmul
-from ejkernel.kernels.paged.spec import Dimensions, Spec
+from ejkernel.kernels.paged.spec import Dimensions, Spec, lowest_keys
 
 Refs = dict[str, Any]
 
@@ -120,6 +123,7 @@ class Tile(NamedTuple):
     position: Any  # of that token in the sequence
     low: Any  # keys that any of them sees: from low to high
     high: Any
+    window: Any  # that is traced; None where there is none
     first: Any  # block
     steps: Any
     split: Any  # which split of the keys it has
@@ -135,6 +139,7 @@ class Kernel:
         paired: whether keys and values alternate as rows of one array.
         batched: for each array of pages, whether every row of the batch axis has its own.
         scaled: whether each query row has its own scale, factor of the values, and sink.
+        read: how many numbers functions read of each token and head, by the name of their array.
         dtype: of the operands of the matmuls.
         tiles: how many there are, each with `splits` splits of its keys.
         cores: that take them one after the other.
@@ -148,6 +153,7 @@ class Kernel:
     paired: bool
     batched: tuple[bool, ...]
     scaled: bool
+    read: dict[str, int]
     cache: Any
     dtype: Any
     tiles: int
@@ -183,6 +189,8 @@ class Kernel:
         }
         if "stats" in self.written:
             buffers["stats"] = ((self.tokens, dims.H, 2), f32)
+        read = {name: (n, jnp.int32 if name == "int_rows" else f32) for name, n in self.read.items()}
+        buffers |= {name: ((2, self.tokens, dims.H, n), dtype) for name, (n, dtype) in read.items()}
         for i, width in enumerate(self.widths):
             buffers[f"pages_{i}"] = ((2, blocks.copies, *page, width), self.cache)
         for i, rows in enumerate(self.rows):
@@ -190,6 +198,7 @@ class Kernel:
             buffers[f"acc_{i}"] = ((rows.heads, rows.count, dims.Dv), f32)
             buffers[f"running_max_{i}"] = ((rows.heads, rows.count, 1), f32)
             buffers[f"running_sum_{i}"] = ((rows.heads, rows.count, 1), f32)
+            buffers |= {f"{name}_{i}": ((rows.heads, rows.count, n), dtype) for name, (n, dtype) in read.items()}
         if not self.heads_first and not all(rows.joined for rows in self.rows):
             for i, width in enumerate(self.widths):
                 buffers[f"heads_first_{i}"] = ((heads, blocks.size, width), self.dtype)
@@ -258,16 +267,18 @@ class Kernel:
         high = length
         if spec.causal:
             high = jnp.minimum(high, position + count)
-        if spec.causal and spec.window is not None:
-            low = jnp.maximum(low, position - spec.window)
+        window = None
+        if "window_scalar" in refs:
+            window = refs["window_scalar"][divided(jnp.minimum(n, self.dims.B * self.dims.N - 1), self.dims.N)]
+        if (lowest := lowest_keys(spec, position, window)) is not None:
+            low = jnp.maximum(low, lowest)
         first = self.blocks.index(low)
         some = (count > 0) & (low < high)
         steps = jnp.where(some, self.blocks.index(jnp.maximum(high, 1) - 1) - first + 1, 0)
         split_steps, split = divided(steps + self.splits - 1, self.splits), number - index * self.splits
         steps = jnp.clip(steps - split * split_steps, 0, split_steps)
-        return Tile(
-            n, refs["token_scalar"][index], count, position, low, high, first + split * split_steps, steps, split
-        )
+        token, first = refs["token_scalar"][index], first + split * split_steps
+        return Tile(n, token, count, position, low, high, window, first, steps, split)
 
     # Copies --------------------------------------------------------------------------------------------------
 
@@ -277,11 +288,13 @@ class Kernel:
         pl.when(tile.steps > 0)(lambda: self.copy_block(refs, tile, tile.first, slot, "start"))
 
     def copy_query(self, refs: Refs, tile: Tile, slot: Any, act: str) -> None:
-        source, target, semaphore = refs["query_input"], refs["query"], refs["query_copies"].at[slot]
+        semaphore = refs["query_copies"].at[slot]
 
         @pl.loop(0, tile.count)
         def _(t):
-            getattr(pltpu.make_async_copy(source.at[tile.token + t], target.at[slot, t], semaphore), act)()
+            for name in ("query", *self.read):
+                source, target = refs[f"{name}_input"].at[tile.token + t], refs[name].at[slot, t]
+                getattr(pltpu.make_async_copy(source, target, semaphore), act)()
 
     def copy_block(self, refs: Refs, tile: Tile, j: Any, slot: Any, act: str) -> None:
         """Start or await the copies of what is visible of a block."""
@@ -341,6 +354,8 @@ class Kernel:
             # in float32: two rows of bfloat16 share a word, and may not be of the same head
             query = refs["query"][query_slot, : rows.tokens, heads, :].astype(jnp.float32)
             refs[f"rows_{v}"][h] = query.reshape(rows.count, D).astype(self.dtype)
+            for name, n in self.read.items():
+                refs[f"{name}_{v}"][h] = refs[name][query_slot, : rows.tokens, heads, :].reshape(rows.count, n)
         refs[f"acc_{v}"][...] = jnp.zeros_like(refs[f"acc_{v}"])
         refs[f"running_max_{v}"][...] = jnp.full_like(refs[f"running_max_{v}"], MASKED)
         refs[f"running_sum_{v}"][...] = jnp.zeros_like(refs[f"running_sum_{v}"])
@@ -363,7 +378,11 @@ class Kernel:
 
         def head(h: Any) -> None:
             key, value = self.operands(refs, rows, h, slot)
-            self.attend(refs, v, h, key, value, self.seen(rows, current, block), rows.joined and self.paired)
+            function = partial(self.value, refs, v, h, rows, current, block)
+            seen = self.seen(rows, current, block)
+            if self.spec.rules.mask is not None:
+                seen &= function(self.spec.rules.mask)
+            self.attend(refs, v, h, key, value, seen, rows.joined and self.paired, function)
 
         if rows.heads == 1:
             head(0)
@@ -373,8 +392,7 @@ class Kernel:
     def seen(self, rows: Rows, current: Tile, block: Block) -> jax.Array:
         """Which pairs of rows and columns are visible. Of joined columns only those of keys, of the row's head."""
         spec, each = self.spec, rows.count // rows.tokens
-        column, row = iota((1, self.blocks.size * self.columns_per_key(rows)), 1), iota((rows.count, 1), 0)
-        token, of_row = small_divided(column, self.columns_per_key(rows)), small_divided(row, each)
+        column, row, token, of_row = self.offsets(rows)
         key, position = block.base + token, current.position + of_row
         visible = (jnp.maximum(current.low, block.low) <= key) & (key < jnp.minimum(current.high, block.high))
         by_row = spec.causal and rows.tokens > 1
@@ -384,7 +402,31 @@ class Kernel:
             seen = seen & (key <= position) if by_row else seen
         else:
             seen = jnp.where(visible, key, HIDDEN) <= (position if by_row else jnp.full_like(position, HIDDEN - 1))
-        return seen & (key >= position - spec.window) if by_row and spec.window is not None else seen
+        lowest = lowest_keys(spec, position, current.window) if by_row else None
+        return seen if lowest is None else seen & (key >= lowest)
+
+    def offsets(self, rows: Rows) -> tuple[jax.Array, ...]:
+        """The numbers of columns (1, columns) and rows (rows, 1), and of their tokens."""
+        column, row = iota((1, self.blocks.size * self.columns_per_key(rows)), 1), iota((rows.count, 1), 0)
+        return (
+            column,
+            row,
+            small_divided(column, self.columns_per_key(rows)),
+            small_divided(row, rows.count // rows.tokens),
+        )
+
+    def value(
+        self, refs: Refs, v: int, h: Any, rows: Rows, current: Tile, block: Block, rule: Expression, logits: Any = None
+    ) -> jax.Array:
+        """Of a mask or score function, of a shape that broadcasts with (rows, columns)."""
+        _, _, token, of_row = self.offsets(rows)
+
+        def row(name: str, n: int) -> jax.Array:
+            return refs[f"{name}_{v}"][h, :, n : n + 1]
+
+        return TileOperands(row, row, row).value(
+            for_mosaic(rule), current.position + of_row, block.base + token, logits
+        )
 
     def columns_per_key(self, rows: Rows) -> int:
         """Joined columns are the rows of a page: (keys, heads), with a value behind each key where they are paired."""
@@ -404,12 +446,14 @@ class Kernel:
         return key.reshape(shapes[0]), value.reshape(shapes[1])
 
     def attend(
-        self, refs: Refs, v: int, h: Any, key: jax.Array, value: jax.Array, seen: jax.Array, shift: bool
+        self, refs: Refs, v: int, h: Any, key: jax.Array, value: jax.Array, seen: jax.Array, shift: bool, function: Any
     ) -> None:
         """One step of online softmax; with `shift`, the value of each key is in the next row."""
         old = Online(*(refs[f"{name}_{v}"][h] for name in Online._fields))
         scale = refs[f"by_row_{v}_input"][h, :, 0:1] if self.scaled else self.spec.scale
         logits = capped(matmul(refs[f"rows_{v}"][h], key, (1, 1), self.precision) * scale, self.spec.soft_cap)
+        if self.spec.rules.score is not None:
+            logits = function(self.spec.rules.score, logits)
 
         def absorb(logits: jax.Array, value: jax.Array) -> Online:
             logits = jnp.where(seen, logits, MASKED)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ejkernel.checks.options import config_ints
 from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.common.triton_launch import TritonLaunch
+from ejkernel.kernels.common.triton_rules import DeviceFunction, Layouts, flat_operands, unsupported_operations
 from ejkernel.kernels.paged.spec import Dimensions, dimensions
 from ejkernel.ops import Call, Implementation
 
@@ -76,7 +77,8 @@ def unsupported(call: Call) -> list[str]:
         ),
         f"num_splits {call.spec.num_splits}: at most 1024": (call.spec.num_splits or 1) > 1024,
     }
-    return [reason for reason, holds in limits.items() if holds]
+    reasons = [reason for reason, holds in limits.items() if holds]
+    return reasons + unsupported_operations(*call.spec.rules)
 
 
 # multiprocessors of a chip, by architecture: what a launch has to fill
@@ -188,6 +190,24 @@ _OPTIONAL = {
 }  # fmt: skip
 
 
+def _operands(call: Call) -> tuple[Layouts, dict[str, Any]]:
+    """What mask and score functions read, (B|1, n) for each dtype: rows (number, T, H), then tables."""
+    dims, arrays = dimensions(call), {}
+    for name, x in call.arrays.items():
+        if name in ("int_rows", "float_rows"):
+            x = jnp.broadcast_to(x, (x.shape[0], dims.H, *x.shape[2:])).transpose(0, 2, 3, 1)
+            arrays[name] = x.reshape(x.shape[0], 1, x.shape[1], dims.T * dims.H)
+        elif name in ("int_tables", "float_tables"):
+            arrays[name] = x[:, None]
+    layouts, flat = flat_operands(arrays)
+    strides = {f"s{name[1:]}": x.shape[2] if x is not None and x.shape[0] > 1 else 0 for name, x in flat.items()}
+    return Layouts(*(layout._replace(row_index="o_row") for layout in layouts)), {**flat, **strides}
+
+
+def _rule(expression: Any, layouts: Layouts) -> DeviceFunction | None:
+    return None if expression is None else DeviceFunction(expression, layouts)
+
+
 def _constants(call: Call, **tiles: Any) -> Any:
     """What a kernel of a call is compiled for; `tiles` are its own constants."""
     from ejkernel.kernels.paged.triton.tiles import Constants
@@ -196,6 +216,7 @@ def _constants(call: Call, **tiles: Any) -> Any:
     paired = cache.dtype.itemsize == 1 and dims.D % 2 == dims.Dv % 2 == 0
     given: dict[str, Any] = {"PAIRED": paired, **tiles}
     least = 32 if paired else 16
+    layouts, _ = _operands(call)
     return Constants(
         HK=dims.Hkv,
         G=dims.G,
@@ -206,6 +227,11 @@ def _constants(call: Call, **tiles: Any) -> Any:
         BD=power_of_two(dims.D, least),
         BDV=power_of_two(dims.Dv, least),
         WINDOW=spec.window,
+        TRACED_WINDOW="window" in call,
+        SPAN=spec.chunk,
+        MASK_RULE=_rule(spec.rules.mask, layouts),
+        SCORE_RULE=_rule(spec.rules.score, layouts),
+        HIDES=spec.hides,
         CAUSAL=spec.causal,
         CAPPED=spec.soft_cap is not None,
         **{constant: name in call for constant, name in _OPTIONAL.items()},
@@ -221,7 +247,7 @@ def _values(call: Call) -> dict[str, Any]:
     dims, scale, cap = dimensions(call), call.spec.scale, call.spec.soft_cap
     keys, values = ("kv_pages", "kv_pages") if "kv_pages" in call else ("key_pages", "value_pages")
     arrays = {"q": "query", "k": keys, "v": values, "table": "block_tables", "lens": "context_lens"}
-    arrays |= {name: name for name in ("query_start", "num_seqs", "starts", "sinks", "k_scale", "v_scale")}
+    arrays |= {name: name for name in ("query_start", "num_seqs", "starts", "window", "sinks", "k_scale", "v_scale")}
 
     def stride(name: str) -> int:
         """Entries (of pages: tokens) in a row of the batch axis; 0 where an array broadcasts along it."""
@@ -232,6 +258,7 @@ def _values(call: Call) -> dict[str, Any]:
         | {f"s_{parameter}": stride(name) for parameter, name in arrays.items()}
         | {letter: getattr(dims, letter) for letter in "TNPWSH"}
         | {"scale": scale, "soft_cap": cap or 1.0}
+        | _operands(call)[1]
     )
 
 
@@ -294,7 +321,7 @@ def _decode(call: Call, config: Config, shapes: Any, tokens: int, old: Any) -> A
         BR=_decode_rows(dims, tokens),
         BK=config.decode_keys,
         DECODE_TOKENS=tokens,
-        SEVERAL=tokens > 1,
+        SEVERAL=tokens > 1 or spec.rules.mask is not None,
         GROUPS=config.decode_warps if config.decode_independent_warps else 1,
         SPLITS=splits,
         LEAST=-(-config.least_keys // config.decode_keys) if spec.num_splits is None else 1,

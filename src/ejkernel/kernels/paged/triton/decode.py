@@ -10,6 +10,7 @@ import triton.language as tl
 from ejkernel.kernels.common.triton_tiles import LOG2_E
 from ejkernel.kernels.paged.triton.tiles import (
     key_span,
+    key_window,
     load_queries,
     loop_over_keys,
     query_span,
@@ -22,10 +23,12 @@ from ejkernel.kernels.paged.triton.tiles import (
 
 @triton.jit
 def decode_kernel(
-    p_q, p_k, p_v, p_table, p_lens, p_query_start, p_num_seqs, p_starts, p_sinks, p_k_scale, p_v_scale,
+    p_q, p_k, p_v, p_table, p_lens, p_query_start, p_num_seqs, p_starts, p_window, p_sinks, p_k_scale, p_v_scale,
+    p_ints, p_floats,
     p_old_out, p_old_lse, p_old_max,
     T, N, P, W, S, H, scale, soft_cap,
-    s_k, s_v, s_table, s_lens, s_query_start, s_num_seqs, s_starts, s_sinks, s_k_scale, s_v_scale,
+    s_k, s_v, s_table, s_lens, s_query_start, s_num_seqs, s_starts, s_window, s_sinks, s_k_scale, s_v_scale,
+    s_ints, s_floats,
     p_out, p_lse, p_max,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +48,8 @@ def decode_kernel(
             return
     low, length = key_span(p_lens + i_b * s_lens, p_starts + i_b * s_starts, i_n, S, C)
     position = length - n_tokens
-    low, high, i_first, i_last, i_full, i_full_last = visible_blocks(position, n_tokens, low, length, C)
+    window = key_window(p_window, i_b, s_window, C)
+    low, high, i_first, i_last, i_full, i_full_last = visible_blocks(position, n_tokens, low, length, window, C)
     # this program's split of the blocks
     n_split = tl.maximum(tl.cdiv(i_last - i_first, C.SPLITS), C.LEAST)
     i_begin = tl.minimum(i_first + i_s * n_split, i_last)
@@ -67,7 +71,8 @@ def decode_kernel(
         p_k + (i_b.to(tl.int64) * s_k * C.K_TOKEN + i_h * C.K_HEAD),
         p_v + (i_b.to(tl.int64) * s_v * C.V_TOKEN + i_h * C.V_HEAD + C.V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
-        low, high, i_begin, i_end, i_full, i_full_last, b_scale, soft_cap, C,
+        low, high, i_begin, i_end, i_full, i_full_last, b_scale, soft_cap, window,
+        p_ints + i_b.to(tl.int64) * s_ints, p_floats + i_b.to(tl.int64) * s_floats, o_token * H + o_head, T * H, C,
     )  # fmt: skip
 
     if C.SPLITS == 1:

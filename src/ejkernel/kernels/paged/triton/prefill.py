@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ejkernel.kernels.paged.triton.tiles import (
     key_span,
+    key_window,
     load_queries,
     loop_over_keys,
     query_edge,
@@ -35,9 +36,11 @@ def tile_owner(p_query_start, i_tile, n_sequences, T, C: tl.constexpr):
 
 @triton.jit
 def prefill_kernel(
-    p_q, p_k, p_v, p_table, p_lens, p_query_start, p_num_seqs, p_starts, p_sinks, p_k_scale, p_v_scale,
+    p_q, p_k, p_v, p_table, p_lens, p_query_start, p_num_seqs, p_starts, p_window, p_sinks, p_k_scale, p_v_scale,
+    p_ints, p_floats,
     T, N, P, W, S, H, n_tiles, scale, soft_cap,
-    s_k, s_v, s_table, s_lens, s_query_start, s_num_seqs, s_starts, s_sinks, s_k_scale, s_v_scale,
+    s_k, s_v, s_table, s_lens, s_query_start, s_num_seqs, s_starts, s_window, s_sinks, s_k_scale, s_v_scale,
+    s_ints, s_floats,
     p_out, p_lse, p_max,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +79,9 @@ def prefill_kernel(
     low, length = key_span(p_lens + i_b * s_lens, p_starts + i_b * s_starts, i_n, S, C)
     i_token = i_row // C.G
     n_tile_tokens = tl.minimum((i_row + C.BR - 1) // C.G, n_tokens - 1) - i_token + 1
+    window = key_window(p_window, i_b, s_window, C)
     low, high, i_first, i_last, i_full, i_full_last = visible_blocks(
-        length - n_tokens + i_token, n_tile_tokens, low, length, C
+        length - n_tokens + i_token, n_tile_tokens, low, length, window, C
     )
     m_r = o_rows < n_tokens * C.G
     o_token, o_head = i_first_token + o_rows // C.G, i_h * C.G + o_rows % C.G
@@ -92,7 +96,8 @@ def prefill_kernel(
         p_k + (i_b.to(tl.int64) * s_k * C.K_TOKEN + i_h * C.K_HEAD),
         p_v + (i_b.to(tl.int64) * s_v * C.V_TOKEN + i_h * C.V_HEAD + C.V_FIRST),
         p_table + i_b.to(tl.int64) * s_table + i_n.to(tl.int64) * W, i_n, P,
-        low, high, i_first, i_last, i_full, i_full_last, b_scale, soft_cap, C,
+        low, high, i_first, i_last, i_full, i_full_last, b_scale, soft_cap, window,
+        p_ints + i_b.to(tl.int64) * s_ints, p_floats + i_b.to(tl.int64) * s_floats, o_token * H + o_head, T * H, C,
     )  # fmt: skip
     v_scale = value_scale(p_v_scale + i_b * s_v_scale, i_h, C)
     store_outputs(b_max, b_sum, b_out, p_out, p_lse, p_max, v_scale, o_token, o_head, m_r, i_b, T, H, C)

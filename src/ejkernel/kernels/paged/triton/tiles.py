@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from ejkernel.kernels.common.triton_rules import DeviceFunction
 from ejkernel.kernels.common.triton_tiles import LN_2, LOG2_E, online_softmax, softmax_result, tanh
 
 
@@ -18,7 +19,10 @@ class Constants:
         L: tokens of a page.
         BD, BDV: head dims of a tile, powers of two.
         INTERLEAVED: whether keys and values are the even and odd rows of one array.
-        WINDOW: how many keys before its own a query sees; None is all.
+        WINDOW: how many keys before its own a query sees; None is all. TRACED_WINDOW: whether there is one in memory.
+        SPAN: a query sees keys of its own chunk of so many positions; None is all.
+        MASK_RULE, SCORE_RULE: mask and score functions, or None.
+        HIDES: how many of a sequence's newest keys the former may hide.
         TABLE, COUNTED, STARTS, SINKS, K_SCALED, V_SCALED: which of the optional arrays there are.
         NARROW: whether the cache has 8 bits and the queries are bfloat16.
         PAIRED: whether the cache is read in pairs of 8 bits.
@@ -44,6 +48,8 @@ class Constants:
     BDV: int
     INTERLEAVED: bool
     WINDOW: int | None
+    TRACED_WINDOW: bool
+    SPAN: int | None
     CAUSAL: bool
     CAPPED: bool
     TABLE: bool
@@ -56,6 +62,9 @@ class Constants:
     PAIRED: bool
     PTX: bool
     PRECISION: str
+    MASK_RULE: DeviceFunction | None = None
+    SCORE_RULE: DeviceFunction | None = None
+    HIDES: int = 0
     BR: int = 1
     BK: int = 1
     DECODE_TOKENS: int = 0
@@ -95,6 +104,15 @@ class Constants:
 
 
 @triton.jit
+def key_window(p_window, i_b, stride, C: tl.constexpr):
+    """How many keys before its own a query sees, if that is in memory."""
+    window = 0
+    if C.TRACED_WINDOW:
+        window = tl.load(p_window + i_b * stride)
+    return window
+
+
+@triton.jit
 def query_edge(p_query_start, i_n, T):
     """The first query token of a sequence, within the tokens there are; that of the first is 0."""
     edge = tl.load(p_query_start + i_n)
@@ -122,18 +140,31 @@ def key_span(p_lens, p_starts, i_n, S, C: tl.constexpr):
 
 
 @triton.jit
-def visible_blocks(position, n_tokens, low, high, C: tl.constexpr):
+def lowest_key(low, position, window, C: tl.constexpr):
+    """The first key from `low` on that windows and chunks show to a query at a position."""
+    if C.WINDOW is not None:
+        low = tl.maximum(low, position - C.WINDOW)
+    if C.TRACED_WINDOW:
+        low = tl.maximum(low, position - window)
+    if C.SPAN is not None:
+        low = tl.maximum(low, position // C.SPAN * C.SPAN)
+    return low
+
+
+@triton.jit
+def visible_blocks(position, n_tokens, low, high, window, C: tl.constexpr):
     """Keys low to high that some of the tokens from `position` on see, and the blocks of those that all of them see.
 
     Returns low, high, first block, last block (exclusive), first full block, last full block (exclusive).
     """
     all_low, all_high = low, high
+    if C.HIDES > 0:
+        all_high = high - C.HIDES
     if C.CAUSAL:
-        all_high = tl.minimum(high, position + 1)
+        all_high = tl.minimum(all_high, position + 1)
         high = tl.minimum(high, position + n_tokens)
-        if C.WINDOW is not None:
-            all_low = tl.maximum(low, position + n_tokens - 1 - C.WINDOW)
-            low = tl.maximum(low, position - C.WINDOW)
+        all_low = lowest_key(low, position + n_tokens - 1, window, C)
+        low = lowest_key(low, position, window, C)
     i_first = low // C.BK
     i_last = tl.maximum(tl.cdiv(high, C.BK), i_first)
     i_full = tl.minimum(tl.maximum(tl.cdiv(all_low, C.BK), i_first), i_last)
@@ -267,19 +298,22 @@ def mark_keys(b_s, b_v):
 @triton.jit
 def loop_over_keys(
     b_q, b_q_odd, b_position, b_max, b_sum, p_k, p_v, p_table, i_n, P, low, high, i_first, i_last, i_full, i_full_last,
-    b_scale, soft_cap,
+    b_scale, soft_cap, window, p_ints, p_floats, o_operand, n_operands,
     C: tl.constexpr,
 ):  # fmt: skip
     """The running softmax (in base 2) of query rows b_q (BR, BD) over blocks i_first .. i_last of their keys.
 
     Blocks i_full .. i_full_last are seen by every row in full and need no mask. PAIRED: b_q has the even columns,
     b_q_odd the odd ones. With GROUPS, one for each warp, tiles have an axis of groups in front: each group has its
-    keys of every block and a softmax of its own, so that warps need not meet before the end.
+    keys of every block and a softmax of its own, so that warps need not meet before the end. Of the operands of mask
+    and score functions, rows have those at o_operand (BR,) of n_operands each.
     """
-    # what turns products into logits in base 2, or into those that tanh takes
+    # what turns products into logits in base 2, or into those that tanh or a function takes
     b_unit = b_scale * LOG2_E
     if C.CAPPED:
         b_unit = b_scale / soft_cap
+    elif C.SCORE_RULE is not None:
+        b_unit = b_scale
     STEP: tl.constexpr = 2 if C.PAIRED else 1
     # keys of a block, (BK,)
     o_block = tl.arange(0, C.BK)
@@ -320,7 +354,14 @@ def loop_over_keys(
             if C.PAIRED:
                 b_s = tl.dot(b_q_odd, tl.trans(b_k_odd.to(b_q.dtype)), b_s, input_precision=C.PRECISION)
             b_s = b_s * b_unit[:, None]
-            if C.CAPPED:
+            o_seen = tl.expand_dims(o_k, -2)
+            if C.SCORE_RULE is not None:
+                if C.CAPPED:
+                    b_s = soft_cap * tanh(b_s)
+                b_s = LOG2_E * C.SCORE_RULE.call(
+                    b_position[:, None], o_seen, b_s, p_ints, p_floats, n_operands, 0, o_operand[:, None]
+                )
+            elif C.CAPPED:
                 b_s = soft_cap * LOG2_E * tanh(b_s)
             b_v, b_v_odd = b_v.to(b_q.dtype), b_v_odd.to(b_q.dtype)
             if MASKED and C.SEVERAL:
@@ -328,13 +369,19 @@ def loop_over_keys(
                 if C.PAIRED:
                     b_s, b_v_odd = mark_keys(b_s, b_v_odd)
             if MASKED:
-                m_seen, o_seen = tl.expand_dims(m_k, -2), tl.expand_dims(o_k, -2)
+                m_seen = tl.expand_dims(m_k, -2)
                 if C.CAUSAL and C.SEVERAL:
                     m_seen = m_seen & (o_seen <= b_position[:, None])
                     if C.WINDOW is not None:
                         m_seen = m_seen & (o_seen >= b_position[:, None] - C.WINDOW)
+                    if C.TRACED_WINDOW or C.SPAN is not None:
+                        m_seen = m_seen & (o_seen >= lowest_key(low, b_position, window, C)[:, None])
+                if C.MASK_RULE is not None:
+                    m_seen = m_seen & C.MASK_RULE.call(
+                        b_position[:, None], o_seen, b_s, p_ints, p_floats, n_operands, 0, o_operand[:, None]
+                    )
                 b_s = tl.where(m_seen, b_s, float("-inf"))
-            b_max, b_base, b_shrink = online_softmax(b_max, tl.max(b_s, -1), MASKED)
+            b_max, b_base, b_shrink = online_softmax(b_max, tl.max(b_s, -1), MASKED or C.SCORE_RULE is not None)
             b_p = tl.exp2(b_s - tl.expand_dims(b_base, -1))
             b_sum = b_sum * b_shrink + tl.sum(b_p, -1)
             b_out *= tl.expand_dims(b_shrink, -1)

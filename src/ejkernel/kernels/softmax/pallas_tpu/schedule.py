@@ -17,7 +17,7 @@ from jax import lax
 
 from ejkernel.expressions.bounds import has_operands
 from ejkernel.expressions.nodes import TRUE, Expression
-from ejkernel.kernels.softmax.rules import Rules
+from ejkernel.kernels.common.rules import Rules
 from ejkernel.kernels.softmax.schedule import Lists, Ranges, Schedule, Side, plan
 from ejkernel.ops import Call
 

@@ -21,9 +21,9 @@ from ejkernel.expressions.nodes import OPERAND, Expression, nodes
 from ejkernel.kernels.common import dropout as bits
 from ejkernel.kernels.common.pallas_tpu import LANES, LOG2_E, launch, transposed
 from ejkernel.kernels.common.pallas_tpu_rules import for_mosaic
+from ejkernel.kernels.common.rules import TileOperands, array_name
 from ejkernel.kernels.common.tiles import capped, matmul
 from ejkernel.kernels.softmax.pallas_tpu.schedule import MASKED, VISIT, Scalars, divided, flatten
-from ejkernel.kernels.softmax.rules import TileOperands, array_name
 from ejkernel.kernels.softmax.schedule import Side
 from ejkernel.kernels.softmax.spec import Dimensions, Spec, dimensions
 from ejkernel.ops import Call
