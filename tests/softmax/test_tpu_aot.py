@@ -191,7 +191,7 @@ HARD_SCORES = {
 }
 
 
-@pytest.mark.parametrize(("mask", "score"), zip(HARD_MASKS, HARD_SCORES, strict=True))
+@pytest.mark.parametrize(("mask", "score"), [*zip(HARD_MASKS, HARD_SCORES, strict=True)])
 def test_what_is_hard_for_the_compiler(mask, score, mesh_of):
     T, x = 256, jnp.arange(256) % 9
     given = {"mask_fn": partial(HARD_MASKS[mask], x), "score_fn": lambda s, *at: HARD_SCORES[score](s, x, *at)}

@@ -363,8 +363,8 @@ class MaskInfo(MaskFields):
         return self._with_function(mask_fn, self.batch_size)
 
     def _with_function(self, mask_fn: Callable[..., Any], batch_size: int) -> "MaskInfo":
-        found = traced(mask_fn, "mask_fn", scores=False)
-        rule = Rule(found.expression, found.arrays)
+        body = traced(mask_fn, "mask_fn", scores=False)
+        rule = Rule(body.expression, body.arrays)
         if batch_size > 1:
             # numbers of rows that stay theirs where a vmap makes more of them
             row = load(len(rule.arrays), (B,), INT)
@@ -376,13 +376,13 @@ class MaskInfo(MaskFields):
     def recognised(self, rule: Rule, *, differences_alone: bool = False) -> "MaskInfo":
         """A mask of these lengths that shows what a rule does, as band, chunk and segments where it is such."""
         T, S = self.q_len, self.kv_len
-        found = recognised(rule, T, S, differences_alone=differences_alone)
-        chunk, rest = found.chunk, found.rest
+        parts = recognised(rule, T, S, differences_alone=differences_alone)
+        chunk, rest = parts.chunk, parts.rest
         if chunk is not None and T != S:  # of positions, which are counted from the end
             chunk, rest = None, both_rules(rest, Rule((I // chunk).equals(J // chunk)))
-        cross = T != S or not same(found.q_ids, found.kv_ids)
-        mask = MaskInfo(T, S, found.q_ids, found.kv_ids, chunk=chunk, rule=rest, cross=cross)
-        low, high = (None if x is None else x - (S - T) for x in found.band)
+        cross = T != S or not same(parts.q_ids, parts.kv_ids)
+        mask = MaskInfo(T, S, parts.q_ids, parts.kv_ids, chunk=chunk, rule=rest, cross=cross)
+        low, high = (None if x is None else x - (S - T) for x in parts.band)
         return mask.narrowed((low, high))
 
     def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":

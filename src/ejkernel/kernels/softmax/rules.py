@@ -44,14 +44,14 @@ class Rules(NamedTuple):
 
 def mask_rule(function: Any, name: str = "mask_fn") -> Rule:
     """A user's function of (b, h, i, j)."""
-    found = traced(function, name, scores=False)
-    return Rule(found.expression, found.arrays)
+    body = traced(function, name, scores=False)
+    return Rule(body.expression, body.arrays)
 
 
 def score_rule(function: Any, name: str = "score_fn") -> Rule:
     """A user's function of (score, b, h, i, j)."""
-    found = traced(function, name, scores=True)
-    return Rule(found.expression, found.arrays)
+    body = traced(function, name, scores=True)
+    return Rule(body.expression, body.arrays)
 
 
 def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[Rules, dict[str, jax.Array]]:
@@ -66,14 +66,14 @@ def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[R
 @lru_cache(maxsize=256)
 def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
     """The bound rules, which depend on the shapes of their arrays alone."""
-    found: list[Rules] = []
+    bound: list[Rules] = []
 
     def bind(arrays: list[jax.Array]) -> None:
         mask, scores = jax.tree.unflatten(tree, arrays)
-        found.append(_bind(mask, scores, sizes)[0])
+        bound.append(_bind(mask, scores, sizes)[0])
 
     jax.eval_shape(bind, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    return found[0]
+    return bound[0]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -111,8 +111,8 @@ class Slopes(NamedTuple):
 @lru_cache(maxsize=256)
 def slopes(rule: Expression) -> Slopes:
     operands = trained_operands(rule)
-    found = derivatives(rule, [score(), *operands])
-    return Slopes(found[score()], tuple((node, found[node]) for node in operands))
+    by_node = derivatives(rule, [score(), *operands])
+    return Slopes(by_node[score()], tuple((node, by_node[node]) for node in operands))
 
 
 class TileOperands(NamedTuple):

@@ -310,8 +310,8 @@ def _function_mask(mask: MaskInfo, rule: Rule, offsets: dict[str, Any], dims: Di
     if offsets["kv_offsets"] is not None:
         return dataclasses.replace(plain, rule=counted_in(rule, offsets, dims))
     # within a sequence, differences of indices are those in the row
-    found = plain.recognised(rule, differences_alone=True)
-    return found if found.rule is None else dataclasses.replace(found, rule=counted_in(found.rule, offsets, dims))
+    shown = plain.recognised(rule, differences_alone=True)
+    return shown if shown.rule is None else dataclasses.replace(shown, rule=counted_in(shown.rule, offsets, dims))
 
 
 def counted_in(rule: Rule, offsets: dict[str, Any], dims: Dimensions) -> Rule:
