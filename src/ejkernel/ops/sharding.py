@@ -267,9 +267,9 @@ def _apart(pair: tuple[str, str], sizes: Mapping[str, int], by_letter: Mapping[s
     axes, own_axes = by_letter.get(one, ()), by_letter.get(other, ())
     return (
         f"dimension {one} of size {sizes[one]} is split over {axes} of {parts(axes, mesh)} devices and {other} of size "
-        f"{sizes[other]} over {own_axes}: a device would need parts of {other} that it has not. Split both alike over a "
-        f"number that divides {sizes[other]}; or leave {other} whole and split {one} over a number that {sizes[other]} "
-        "divides; or split another dimension"
+        f"{sizes[other]} over {own_axes}: a device would need parts of {other} that it has not. Split both alike over "
+        f"a number that divides {sizes[other]}; or leave {other} whole and split {one} over a number that "
+        f"{sizes[other]} divides; or split another dimension"
     )
 
 
