@@ -156,9 +156,9 @@ class _Failures:
 
 # seconds of one core that the tests of a folder may take in all, beside another worker: two cores do it in 30 minutes
 BUDGETS = {
-    "softmax": 1300, "expressions": 60, "paged": 400, "pooling": 30, "linear": 430, "native_sparse": 250, "ring": 170,
-    "types": 90, "ops": 300, "toy_family": 70, "cli": 100, "benchmarks": 120, "bridge": 30, "seeds": 40, "examples": 90,
-    "operators": 60, "ejgpu": 30, "pytorch": 130, "hardening": 100,
+    "softmax": 1150, "expressions": 70, "paged": 380, "pooling": 25, "linear": 370, "native_sparse": 240, "ring": 160,
+    "types": 120, "ops": 330, "toy_family": 30, "cli": 115, "benchmarks": 150, "bridge": 20, "seeds": 25,
+    "examples": 65, "operators": 50, "ejgpu": 20, "pytorch": 95, "hardening": 75,
 }  # fmt: skip
 
 

@@ -23,12 +23,16 @@ TRAINED = (*QKV, "bias")
 
 @dataclass(frozen=True)
 class Case:
-    """Attention under a mask; every mask but `full` is causal. `unit` is what tables show.
+    """Attention under a mask. `unit` is what tables show.
 
     Attributes:
+        mask: "full"; or causal: "causal", "window", "documents", "tree" (eight rollouts on a prefix of a third of the
+            tokens); or "prefix-LM" (all see the first quarter).
         S: keys, where they are not as many as queries; then the mask is `full`.
         documents: so many are packed, cut at random.
+        by: how ours are given documents: "segment ids", "cu_seqlens", or a "mask_fn" that is taken for no segments.
         bias: whether every head has one of its own, (1, H, T, S), that is trained too.
+        alibi: whether a score function adds ALiBi.
         model: whose shapes they are.
     """
 
@@ -45,15 +49,24 @@ class Case:
     documents: int | None = None
     passes: tuple[str, ...] = (FORWARD, BOTH)
     S: int | None = None
+    by: str = "cu_seqlens"
     bias: bool = False
+    alibi: bool = False
+    soft_cap: float | None = None
     model: str = ""
 
     @property
     def name(self) -> str:
         keys = "" if self.S is None else f" S{self.S}"
         grouped = "" if self.Hkv == self.H else f" Hkv{self.Hkv}"
-        detail = {"window": f" {self.window}", "documents": f" {self.documents} at random"}.get(self.mask, "")
-        detail += " bias" if self.bias else ""
+        by = "" if self.by == "cu_seqlens" else f" by {self.by}"
+        detail = {
+            "window": f" {self.window}",
+            "documents": f" {self.documents} at random{by}",
+            "tree": f" 8 x {self.rollout} on {self.prefix}",
+        }.get(self.mask, "")
+        detail += " bias" * self.bias + " ALiBi" * self.alibi
+        detail += "" if self.soft_cap is None else f" soft cap {self.soft_cap:g}"
         detail += f" {self.dtype}" if self.model and self.dtype != "bfloat16" else ""
         whose = f"{self.group} {self.model}".strip()
         return f"{whose} B{self.B} T{self.T}{keys} H{self.H}{grouped} D{self.D} {self.mask}{detail}"
@@ -64,7 +77,16 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        return self.mask != "full"
+        return self.mask not in ("full", "prefix-LM")
+
+    @property
+    def prefix(self) -> int:
+        """Tokens that all rollouts of a tree, or all queries, see."""
+        return self.T // (3 if self.mask == "tree" else 4)
+
+    @property
+    def rollout(self) -> int:
+        return (self.T - self.prefix) // 8
 
     @property
     def sliding_window(self) -> tuple[int, int] | None:
@@ -76,12 +98,14 @@ class Case:
 
     def amount(self, what: str) -> float:
         """Two matmuls over the pairs that are seen; 2.5 times that for a backward. Causal counts half of T * T."""
-        T, W = self.T, self.window or 0
+        T, W, P, R = self.T, self.window or 0, self.prefix, self.rollout
         pairs = {
             "full": T * self.keys,
             "causal": T * T / 2,
             "window": W * T - W * (W - 1) / 2,
             "documents": float((np.diff(self.offsets()).astype(np.int64) ** 2).sum()) / 2,
+            "prefix-LM": (T * T + P * P) / 2,
+            "tree": P * P / 2 + 8 * (P * R + R * R / 2),
         }[self.mask]
         return (1 if what == FORWARD else 3.5) * 4 * self.B * self.H * self.D * pairs
 
@@ -98,6 +122,39 @@ class Case:
         """The document of every token."""
         return np.repeat(np.arange(self.documents or 1, dtype=np.int32), np.diff(self.offsets()))
 
+    def numbers(self) -> dict[str, np.ndarray]:
+        """What a mask or a score reads, by name."""
+        given = {}
+        if self.documents is not None:
+            given |= {"segments": self.segments()[None], "offsets": self.offsets()}
+        if self.mask == "tree":
+            at = np.arange(self.T, dtype=np.int32)
+            P, R = self.prefix, self.rollout
+            given["ends"] = np.where(at < P, self.T, P + ((at - P) // R + 1) * R).astype(np.int32)
+        if self.alibi:
+            given["slopes"] = (2.0 ** (-8.0 * np.arange(1, self.H + 1) / self.H)).astype(np.float32)
+        return given
+
+    def visible(self, i: Any, j: Any, numbers: Arrays) -> Any:
+        """Whether query i sees key j, of arrays of any library."""
+        if self.mask == "prefix-LM":
+            return (j <= i) | (j < self.prefix)
+        seen = j <= i
+        if self.mask == "window":
+            seen = seen & (i - j < self.window)
+        if self.mask == "documents":
+            ids = numbers["segments"][0]
+            seen = seen & (ids[i] == ids[j])
+        if self.mask == "tree":
+            seen = seen & (i < numbers["ends"][j])
+        return seen
+
+    def score_fn(self, arrays: Arrays, start: Any = 0) -> Any:
+        """That of the queries from `start` on; None where logits are left as they are."""
+        if not self.alibi:
+            return None
+        return lambda score, b, h, i, j: score - arrays["slopes"][h] * jnp.abs(i + start - j)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         q, k = (self.B, self.T, self.H, self.D), (self.B, self.keys, self.Hkv, self.D)
         bias = {"bias": (1, self.H, self.T, self.keys)} if self.bias else {}
@@ -105,14 +162,22 @@ class Case:
 
     def structs(self) -> Arrays:
         structs = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in self.shapes().items()}
-        if self.documents is not None:
-            structs["segments"] = jax.ShapeDtypeStruct((1, self.T), jnp.int32)
-            structs["offsets"] = jax.ShapeDtypeStruct((self.documents + 1,), jnp.int32)
-        return structs
+        return structs | {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.numbers().items()}
 
     def arguments(self, arrays: Arrays) -> dict[str, Any]:
-        options = {"causal": self.causal, "sliding_window": self.sliding_window}
-        options |= {"cum_seqlens_q": arrays.get("offsets"), "bias": arrays.get("bias")}
+        options: dict[str, Any] = {"causal": self.causal, "sliding_window": self.sliding_window}
+        options |= {"bias": arrays.get("bias"), "logits_soft_cap": self.soft_cap, "score_fn": self.score_fn(arrays)}
+        if self.mask == "tree":
+            options |= {"causal": False, "mask_info": MaskInfo.tree(arrays["ends"])}
+        elif self.mask == "prefix-LM":
+            options |= {"causal": False, "mask_fn": lambda b, h, i, j: self.visible(i, j, arrays)}
+        elif self.mask == "documents" and self.by == "mask_fn":
+            ids = arrays["segments"][0]
+            options |= {"causal": False, "mask_fn": lambda b, h, i, j: (j <= i) & (abs(ids[i] - ids[j]) < 1)}
+        elif self.mask == "documents" and self.by == "segment ids":
+            options["mask_info"] = MaskInfo.from_segments(arrays["segments"])
+        else:
+            options["cum_seqlens_q"] = arrays.get("offsets")
         return {name: arrays[name] for name in QKV} | options
 
 
@@ -123,7 +188,20 @@ def _dense(T: int, tokens: int, width: int, D: int, dtype: str, unit: str = "ms"
 
 def _masked(T: int, H: int, Hkv: int, D: int, dtype: str) -> list[Case]:
     case = partial(Case, "masked", 1, T, H, Hkv, D, dtype=dtype)
-    return [case("causal"), case("window", window=T // 16), case("documents", documents=16)]
+    documents = partial(case, "documents", documents=16)
+    return [case("causal"), case("window", window=T // 16), documents(by="segment ids"), documents()]
+
+
+def _with_functions(T: int, H: int, Hkv: int, D: int, dtype: str) -> list[Case]:
+    """Masks and scores that are functions, and Gemma-2's layer; `T` tokens, a multiple of 48."""
+    case = partial(Case, "functions", 1, T, H, Hkv, D, dtype=dtype)
+    return [
+        case("causal", alibi=True),
+        case("prefix-LM"),
+        case("tree"),
+        case("documents", documents=16, by="mask_fn"),
+        Case("functions", 1, T // 3 * 2, H // 2, H // 4, 2 * D, "window", dtype, window=T // 3, soft_cap=50.0),
+    ]
 
 
 def _of_models() -> list[Case]:
@@ -155,14 +233,16 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
     """The most telling first: a run may be cut short. A CPU gets sizes that it can do."""
     if backend == "cpu":
         T, H = (256, 2) if quick else (4096, 8)
-        return [*_dense(T, T, 64 * H, 64, "float32"), *_masked(2 * T, H, H, 64, "float32")]
+        masked = _masked(2 * T, H, H, 64, "float32")
+        return [*_dense(T, T, 64 * H, 64, "float32"), *masked, *_with_functions(T // 128 * 192, 4, 2, 64, "float32")]
     dense = partial(_dense, tokens=16384, width=2048, dtype="bfloat16", unit="TFLOP/s")
     if quick:
         return dense(2048, D=128)
     lengths = [case for T in (2048, 16384) for D in (128, 64, 256) for case in dense(T, D=D)]
     most_telling = [case for D in (128, 64, 256) for case in dense(8192, D=D)]
     masked = [case for T, D in ((16384, 128), (8192, 64)) for case in _masked(T, 32, 8, D, "bfloat16")]
-    return [*most_telling, *masked, *_of_models(), *lengths]
+    # Gemma-2's is of 8192 tokens, and the tree of 1024 times 8 on 4096
+    return [*most_telling, *masked, *_with_functions(12288, 32, 8, 128, "bfloat16"), *_of_models(), *lengths]
 
 
 class Attention:
@@ -175,9 +255,7 @@ class Attention:
             name: jnp.asarray(rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype)))
             for name, shape in case.shapes().items()
         }
-        if case.documents is not None:
-            self.arrays["segments"] = jnp.asarray(case.segments()[None])
-            self.arrays["offsets"] = jnp.asarray(case.offsets())
+        self.arrays |= {name: jnp.asarray(x) for name, x in case.numbers().items()}
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
 
     def truths(self, device_lock: DeviceLock) -> list[Truth]:
@@ -216,6 +294,7 @@ def _defined(case: Case, dtype: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
     def block(sums: tuple[jax.Array, jax.Array], start: jax.Array):
         cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
         mask = MaskInfo.from_segments(cut(ids, axis=1), key_ids, cut(positions, axis=1), key_positions)
+        mask_fn = lambda b, h, i, j: case.visible(i + start, j, arrays)  # noqa: E731
         by_query = {"query": cut(arrays["query"], axis=1)}
         if case.bias:
             by_query["bias"] = cut(arrays["bias"], axis=2)
@@ -227,6 +306,9 @@ def _defined(case: Case, dtype: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
                 mask_info=mask,
                 causal=case.causal,
                 sliding_window=case.sliding_window,
+                logits_soft_cap=case.soft_cap,
+                mask_fn=mask_fn if case.mask in ("tree", "prefix-LM") else None,
+                score_fn=case.score_fn(arrays, start),
                 **by_query,
             )
             return reference(call, dtype)["out"]

@@ -29,7 +29,7 @@ class _Peer(NamedTuple):
     Attributes:
         most: GiB of logits that it may make.
         lacks: why it cannot do a case, beside that.
-        takes_mask: whether documents are given to it as a mask.
+        takes_mask: whether documents, trees and prefixes are given to it as a mask.
         autotunes: whether XLA has matmuls, for which it tries kernels on the GPU.
     """
 
@@ -45,9 +45,9 @@ class _Peer(NamedTuple):
 
 
 def _explicit_mask(case: Case) -> jax.Array:
-    """Which query sees which key of its document, (1, 1, T, T): what those without segments are given."""
-    ids = case.segments()
-    return jnp.asarray(ids[:, None] == ids[None, :])[None, None]
+    """Which query sees which key, (1, 1, T, T): what those without a word for the mask are given."""
+    at = np.arange(case.T)
+    return jnp.asarray(case.visible(at[:, None], at[None, :], case.numbers()))[None, None]
 
 
 def _in_jax(peer: _Peer) -> Contender:
@@ -62,7 +62,7 @@ def _in_jax(peer: _Peer) -> Contender:
 
     def build(case: Case, what: str, arrays: Arrays, device_lock: DeviceLock) -> Program:
         importlib.import_module(peer.package)  # no part of a first call
-        if case.documents is not None and peer.takes_mask:
+        if case.mask in ("documents", "tree", "prefix-LM") and peer.takes_mask:
             with device_lock:
                 arrays = {**arrays, "mask": jax.block_until_ready(_explicit_mask(case))}
         function = passes_of(partial(peer.attend, case), what, TRAINED)
@@ -73,11 +73,17 @@ def _in_jax(peer: _Peer) -> Contender:
     return Contender(peer.key, peer.name, build, missing, refusal)
 
 
+def _no_score(case: Case) -> str | None:
+    return "no score functions" if case.alibi else "no soft cap" if case.soft_cap is not None else None
+
+
 def _narrow(case: Case) -> str | None:
-    return "16-bit numbers alone" if case.dtype == "float32" else None
+    return "16-bit numbers alone" if case.dtype == "float32" else _no_score(case)
 
 
-def _narrow_without_bias(case: Case) -> str | None:
+def _fa4_lacks(case: Case) -> str | None:
+    if case.mask in ("tree", "prefix-LM"):
+        return "no masks of pairs"
     return "no bias" if case.bias else _narrow(case)
 
 
@@ -118,7 +124,15 @@ def _fa4(case: Case, arrays: Arrays) -> jax.Array:
 PEERS = (
     _Peer("jax-cudnn", "cuDNN (jax.nn)", partial(_jax_nn, "cudnn"), ("gpu",), lacks=_narrow),
     _Peer("tokamax", "tokamax Mosaic", _tokamax, ("gpu", "tpu"), "tokamax", lacks=_narrow),
-    _Peer("fa4", "fa4-jax", _fa4, ("gpu",), "fa4_jax", lacks=_narrow_without_bias, takes_mask=False),
+    _Peer("fa4", "fa4-jax", _fa4, ("gpu",), "fa4_jax", lacks=_fa4_lacks, takes_mask=False),
     # of all it compiles longest on a GPU: where time is short the others come first
-    _Peer("jax-nn", "jax.nn (XLA)", partial(_jax_nn, "xla"), ("cpu", "gpu", "tpu"), most=2, autotunes=True),
+    _Peer(
+        "jax-nn",
+        "jax.nn (XLA)",
+        partial(_jax_nn, "xla"),
+        ("cpu", "gpu", "tpu"),
+        most=2,
+        lacks=_no_score,
+        autotunes=True,
+    ),
 )

@@ -17,8 +17,8 @@ def peers() -> list[Contender]:
     cudnn = _sdpa_backend("CUDNN_ATTENTION")
     on_gpu = partial(missing, ("gpu",), "torch")
     return [
-        Contender("torch", "PyTorch SDPA", partial(_build, _sdpa), partial(missing, ("cpu",), "torch"), _within_jax),
-        Contender("torch-cudnn", "cuDNN (PyTorch)", partial(_build, cudnn), on_gpu, _within_jax),
+        Contender("torch", "PyTorch SDPA", partial(_build, _sdpa), partial(missing, ("cpu",), "torch"), _without_score),
+        Contender("torch-cudnn", "cuDNN (PyTorch)", partial(_build, cudnn), on_gpu, _without_score),
         Contender("flash2", "FlashAttention-2", partial(_build, flash), on_gpu, _without_mask),
         Contender("flex", "FlexAttention", partial(_build, _flex), on_gpu, _within_jax),
     ]
@@ -28,9 +28,15 @@ def _within_jax(case: Case) -> str | None:
     return "shapes of models are compared within JAX" if case.model else None
 
 
+def _without_score(case: Case) -> str | None:
+    if case.alibi or case.soft_cap is not None:
+        return f"SDPA has no word for {'ALiBi' if case.alibi else 'a soft cap'}"
+    return _within_jax(case)
+
+
 def _without_mask(case: Case) -> str | None:
     if case.mask in ("full", "causal"):
-        return _within_jax(case)
+        return _without_score(case)
     return f"SDPA has no word for {case.mask}, and this backend takes no mask"
 
 
@@ -41,18 +47,24 @@ def _seen(case: Case, device: Any) -> Callable[..., Tensor]:
     """FlexAttention's description of a mask: (batch, head, query, key) -> bool, on indices of any shape."""
     import torch
 
-    W, ids = case.window or case.T, torch.as_tensor(case.segments(), device=device)
+    numbers: Arrays = {name: torch.as_tensor(x, device=device) for name, x in case.numbers().items()}
+    if "segments" in numbers:
+        numbers["segments"] = tuple(numbers["segments"])  # rows, so that none is cut out for each pair
 
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return case.visible(q, k, numbers)
 
-    def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < W)
+    return visible
 
-    def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (ids[q] == ids[k])
 
-    return {"causal": causal, "window": window, "documents": packed}[case.mask]
+def _score(case: Case, device: Any) -> Callable[..., Tensor] | None:
+    """FlexAttention's description of what is done to a logit."""
+    import torch
+
+    cap, slopes = case.soft_cap, torch.as_tensor(case.numbers().get("slopes", 0.0), device=device)
+    if case.alibi:
+        return lambda score, b, h, q, k: score - slopes[h] * (q - k).abs()
+    return None if cap is None else lambda score, b, h, q, k: cap * torch.tanh(score / cap)
 
 
 def _sdpa(case: Case, device: Any) -> Attend:
@@ -89,7 +101,7 @@ def _flex(case: Case, device: Any) -> Attend:
     mask = None
     if case.mask != "full":
         mask = create_block_mask(_seen(case, device), None, None, case.T, case.T, device=device)
-    return partial(compiled, block_mask=mask, enable_gqa=case.Hkv != case.H)
+    return partial(compiled, score_mod=_score(case, device), block_mask=mask, enable_gqa=case.Hkv != case.H)
 
 
 # Running them -----------------------------------------------------------------------------------------------

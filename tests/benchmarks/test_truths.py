@@ -71,6 +71,9 @@ def test_errors_on_the_host_are_those_on_the_device():
 @pytest.mark.parametrize("case", [
     softmax.Case("models", 2, 6, 4, 2, 8, "full", "float32", S=5, bias=True, model="T5"),
     softmax.Case("models", 1, 12, 2, 2, 8, "documents", "float32", documents=3, model="packed"),
+    softmax.Case("models", 1, 12, 2, 2, 8, "documents", "float32", documents=3, by="mask_fn", model="unrecognised"),
+    softmax.Case("models", 1, 24, 2, 1, 8, "tree", "float32", alibi=True, model="rollouts"),
+    softmax.Case("models", 1, 12, 2, 2, 8, "prefix-LM", "float32", soft_cap=0.5, model="prefix"),
 ], ids=lambda case: case.model)  # fmt: skip
 def test_attention_a_few_queries_at_a_time_is_the_definition(case, monkeypatch):
     """A bias has a gradient too."""

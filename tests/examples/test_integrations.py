@@ -21,7 +21,7 @@ def example(monkeypatch):
     return lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
-@pytest.mark.parametrize(("name", "steps"), [("train_flax", 45), ("train_equinox", 45), ("train_torch", 90)])
+@pytest.mark.parametrize(("name", "steps"), [("train_flax", 32), ("train_equinox", 32), ("train_torch", 70)])
 def test_training_on_packed_documents_learns_what_there_is(example, name, steps, capsys):
     module = example(name)
     final, best = module["main"](steps)

@@ -229,17 +229,24 @@ CASES = (*LENGTHS, *GATED, *STRONG, *STATES, *SIZES, *DTYPES, *PACKINGS, *GRID)
 
 # what interpreters, which take long, are given: every feature of a kernel once, and pairs that meet in one
 CORE_IDS = (
-    "T1", "T63-head", "T130-all", "token-mixed", "channel-mixed", "channel-resets", "all-strong",
-    "no-state", "plain-reverse", "D40-Dv24", "D128-bfloat16", "token-float16", "packed-token-state",
-    "packed-all-reverse", "packed-nothing",
+    "T1", "T63-head", "T130-all", "token-mixed", "channel-mixed", "channel-resets", "all-strong", "plain-reverse",
+    "D40-Dv24", "D128-bfloat16", "packed-token-state", "packed-all-reverse", "packed-nothing",
 )  # fmt: skip
-# and all of the grid: each decay alone in float16, which takes paths of its own in every kernel, else all at once
-CORE = tuple(
+# and of the grid all decays at once; alone those of a model, in float16, which takes paths of its own in every kernel
+GRID_ON_CPUS = tuple(
     case
-    for case in CASES
-    if case.id in CORE_IDS
-    or (case in GRID and (case.dtype == "float16" or case.gates == GRID_GATES or case.id.startswith("gk-sigmoid")))
+    for case in GRID
+    if case.gates == GRID_GATES
+    or (case.decay == "sigmoid" and (case.dtype == "float16" or case.id == "gk-sigmoid-bfloat16"))
 )
+CORE = tuple(case for case in CASES if case.id in CORE_IDS or case in GRID_ON_CPUS)
+# what is a path of its own in kernels for GPUs alone
+FOR_GPUS_IDS = (
+    "T64-token", "T130-channel", "head", "value-channel", "token-head", "head-strong", "no-state",
+    "D64-bfloat16", "D128-Dv64-head-bfloat16", "plain-bfloat16", "channel-strong-bfloat16", "packed",
+    "packed-channel-bfloat16", "packed-to-the-end",
+)  # fmt: skip
+FOR_GPUS = tuple(case for case in CASES if case.id in FOR_GPUS_IDS or (case in GRID and case not in GRID_ON_CPUS))
 
 
 def missing_from_grid(cases: Iterable[Case]) -> list[tuple[str, ...]]:

@@ -180,3 +180,9 @@ CORE_IDS = (
     "bfloat16-by-keys", "packed", "packed-by-keys", "packed-tokens", "packed-nothing",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)
+# which differ in their config, or in sizes that make paths of kernels: to XLA each is one of the others
+FOR_GPUS_IDS = (
+    "plain-by-keys", "near", "mha-by-queries", "mqa-16", "tokens-by-keys", "block-32", "block-64", "block-40", "cache",
+    "cache-lengths", "float16-strong-by-keys", "bfloat16", "packed",
+)  # fmt: skip
+FOR_GPUS = tuple(case for case in CASES if case.id in FOR_GPUS_IDS)

@@ -311,3 +311,10 @@ CORE_IDS = (
     "prefill-window-sinks", "flat-buffer-pages", "contiguous-bfloat16", "contiguous-window", "contiguous-e4m3",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)
+# which differ in sizes that make paths of kernels: to XLA each is one of the others, or part of one
+FOR_GPUS_IDS = (
+    "page-size-64", "all-full", "mha", "gqa-3", "many-heads", "head-dim-128", "float16", "window", "sinks", "soft-cap",
+    "several-tokens", "int8", "e4m3-d128-small-pages", "mixed", "ragged-decode", "ragged-d128", "prefill",
+    "flat-buffer", "contiguous",
+)  # fmt: skip
+FOR_GPUS = tuple(case for case in CASES if case.id in FOR_GPUS_IDS)

@@ -1,15 +1,15 @@
 """Output, lse and every gradient of selected attention against the reference, with poison where nothing may be read.
 
-Every case runs on every platform of this machine, and the core ones in the interpreter.
+Cases run on every platform of this machine, those of FOR_GPUS on GPUs alone, and core ones in the interpreter.
 """
 
 from harness import by_case
-from harness.native_sparse import CASES, CORE, CORE_IDS, Case, check_case
+from harness.native_sparse import CASES, CORE, CORE_IDS, FOR_GPUS, FOR_GPUS_IDS, Case, check_case
 
-AS_USERS_COMPILE = ("bfloat16", "packed-by-keys")
+AS_USERS_COMPILE = ("bfloat16-by-keys", "packed-by-keys")
 
 
-@by_case(CASES)
+@by_case(CASES, FOR_GPUS)
 def test_case(case: Case, native):
     check_case(case, native)
 
@@ -26,4 +26,4 @@ def test_optimised(case: Case, native):
 
 def test_ids_are_unique_and_known():
     ids = [case.id for case in CASES]
-    assert len(set(ids)) == len(ids) and set(CORE_IDS) <= set(ids)
+    assert len(set(ids)) == len(ids) and {*CORE_IDS, *FOR_GPUS_IDS} <= set(ids)

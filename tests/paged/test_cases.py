@@ -1,15 +1,15 @@
-"""Every case on every platform of this machine against the reference, with poison wherever nothing may be read.
+"""Cases on every platform of this machine against the reference, with poison wherever nothing may be read.
 
-Interpreters run the core ones.
+Those of FOR_GPUS run on GPUs alone, and interpreters run the core ones.
 """
 
 from harness import by_case
-from harness.paged import CASES, CORE, CORE_IDS, Case, check_case
+from harness.paged import CASES, CORE, CORE_IDS, FOR_GPUS, FOR_GPUS_IDS, Case, check_case
 
 AS_USERS_COMPILE = ("mixed-bfloat16", "splits-8-sinks-window")
 
 
-@by_case(CASES)
+@by_case(CASES, FOR_GPUS)
 def test_case(case: Case, native):
     check_case(case, native)
 
@@ -26,4 +26,4 @@ def test_optimised(case: Case, native):
 
 def test_ids_are_unique_and_known():
     ids = [case.id for case in CASES]
-    assert len(set(ids)) == len(ids) and set(CORE_IDS) <= set(ids)
+    assert len(set(ids)) == len(ids) and {*CORE_IDS, *FOR_GPUS_IDS} <= set(ids)

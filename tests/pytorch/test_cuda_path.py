@@ -92,7 +92,7 @@ def test_functions_biases_and_what_has_gradients_reach_the_kernels(launched):
     bias, slopes, row = (torch.rand(shape).requires_grad_() for shape in ((1, 2, 96, 96), (2,), (96,)))
     prefix, scheduled = torch.tensor([9]), ["maps_kernel", "rows_kernel"]
     kernels = [*scheduled, *["forward_kernel"] * 2, "row_terms_kernel", *scheduled, *["dq_kernel"] * 2]
-    kernels += [*scheduled, *["dkv_kernel"] * 2, "dbias_kernel", *["row_operand_kernel"] * 2]
+    kernels += [*scheduled, *["dkv_kernel"] * 2, "dbias_kernel", *["operand_kernel"] * 2]
     for repeated in (False, True):
         out = flash_attention(
             q, k, v, bias=bias, dropout_prob=0.1, dropout_seed=1,

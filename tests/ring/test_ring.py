@@ -59,8 +59,6 @@ AT = (np.tile(np.arange(T, dtype=np.int32) // 3, (B, 1)), (1,))
 PAIRS = (np.random.default_rng(1).random((1, H, T, T)) < 0.6, (2, 3))
 CAUSAL = {"causal": True}
 CASES = {
-    "full": Case(qkv()),
-    "causal": Case(qkv(), CAUSAL),
     "fewer-queries": Case({**qkv(S=2 * T)}, CAUSAL),
     "window": Case(qkv(), {"sliding_window": (9, 0), "causal": True}),
     "two-sided": Case(qkv(), {"sliding_window": (9, 3)}),
@@ -136,10 +134,9 @@ def agree(got, expected):
 
 
 RINGS = [
-    ("full", "contiguous"), ("causal", "contiguous"), ("causal", "zigzag"), ("fewer-queries", "contiguous"),
     ("fewer-queries", "zigzag"), ("window", "contiguous"), ("two-sided", "zigzag"), ("segments", "zigzag"),
     ("positions", "contiguous"), ("mask", "zigzag"), ("bias-cap", "zigzag"), ("bias-column", "contiguous"),
-    ("bias-row", "contiguous"), ("dropout", "zigzag"), ("dropout", "contiguous"),
+    ("bias-row", "contiguous"), ("dropout", "zigzag"),
 ]  # fmt: skip
 
 
@@ -149,12 +146,18 @@ def test_ring(name, layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("segments", "zigzag"), ("dropout", "zigzag"), ("bias-cap", "contiguous"), ("mask", "contiguous")],
+    ("method", "name", "layout"),
+    [
+        ("all_to_all", "segments", "zigzag"),
+        ("all_to_all", "dropout", "zigzag"),
+        ("all_to_all", "bias-cap", "contiguous"),
+        ("all_gather", "segments", "zigzag"),
+        ("all_gather", "dropout", "zigzag"),
+        ("all_gather", "mask", "contiguous"),
+    ],
     ids=lambda x: x,
 )
-@pytest.mark.parametrize("method", ["all_to_all", "all_gather"])
-def test_other_ways(name, layout, method):
+def test_other_ways(method, name, layout):
     agree(split(name, layout, mesh=mesh_of(), method=method), whole(name))
 
 
@@ -329,8 +332,10 @@ def test_patterns_are_refused():
         ring_attention(**qkv(), mask_info=mask, mesh=mesh_of())
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather", "auto"])
-@pytest.mark.parametrize(("T", "S"), [(0, 64), (64, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("T", "S", "method"),
+    [(0, 64, "ring"), (64, 0, "ring"), (0, 0, "ring"), (0, 64, "all_to_all"), (64, 0, "all_gather"), (0, 0, "auto")],
+)
 def test_no_queries_or_no_keys(T, S, method):
     q, k = normal("q", (B, T, H, D)), normal("k", (B, S, Hkv, D))
     sinks, bias = normal("sinks", (H,)), normal("bias", (1, H, T, S))

@@ -7,7 +7,18 @@ from functools import partial
 
 from harness import by_case, check
 from harness.poison import hides, poisoned
-from harness.softmax import CASES, CORE, CORE_IDS, FOR_GPUS, WIDE_ON_CPUS, Case, call_case, definition, runs
+from harness.softmax import (
+    CASES,
+    CORE,
+    CORE_IDS,
+    FOR_GPUS,
+    SMALL_FOR_GPUS,
+    WIDE_ON_CPUS,
+    Case,
+    call_case,
+    definition,
+    runs,
+)
 
 AS_USERS_COMPILE = ("packed-cross-causal", "segments-bias-sinks-soft-cap-dropout")
 
@@ -46,7 +57,7 @@ def test_optimised(case: Case, native):
 
 def test_ids_are_unique_and_known():
     ids = [case.id for case in CASES]
-    assert len(set(ids)) == len(ids) and {*CORE_IDS, *WIDE_ON_CPUS} <= set(ids)
+    assert len(set(ids)) == len(ids) and {*CORE_IDS, *WIDE_ON_CPUS, *SMALL_FOR_GPUS} <= set(ids)
 
 
 HIDING = (

@@ -206,8 +206,9 @@ def test_wide_rows_of_very_negative_logits(D, native):
         }
         for name, x in gradients.items():
             assert np.abs(np.asarray(x, np.float32)).max() <= case.H * case.T * limits[name], f"{cold}: {name}"
-        padded = arrays | {"bias": jnp.where(jnp.arange(case.T) < 130, arrays["bias"], 0)}
-        check(function, partial(definition, case), padded, case.dtype, name=f"padded-{D}")
+    # with the strongest of them
+    padded = arrays | {"bias": jnp.where(jnp.arange(case.T) < 130, arrays["bias"], 0)}
+    check(function, partial(definition, case), padded, case.dtype)
 
 
 def test_sinks_of_minus_infinity_weigh_nothing(platform):

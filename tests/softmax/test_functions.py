@@ -118,16 +118,14 @@ def _relative(table):
 
 SQUARE = Sizes(2, 4, 48, 48)
 CASES = [
-    Case("causal-alibi", mask="causal", score="alibi"),
     Case("prefix-soft-cap", mask="prefix", score="soft-cap", sizes=SQUARE),
     Case("documents-prefix", mask="documents-prefix", score="distance"),
     Case("natten", mask="natten", score="temperature", Hkv=4),
     Case("tree-log-distance", mask="tree", score="log-distance", dtype="bfloat16"),
     Case("window-by-head", mask="window-by-head", score="gated", sizes=Sizes(1, 4, 33, 65)),
     Case("nothing", mask="nothing"),
-    Case("jagged", mask="jagged", sizes=Sizes(2, 4, 48, 48)),
     Case("trained-alibi", mask="causal", trained={"slopes": (4,)}, make=_alibi),
-    Case("trained-gates", mask="causal", sizes=SQUARE, trained={"gates": (2, 4, 48)}, make=_forgetting),
+    Case("trained-gates", mask="jagged", sizes=SQUARE, trained={"gates": (2, 4, 48)}, make=_forgetting),
     Case(
         "in-segments", mask="dilated", sizes=SQUARE, trained={"temperature": (4,), "shift": (48,)}, make=_temperature,
         options=lambda case: {"mask_info": MaskInfo.from_segments(IDS), "sliding_window": (20, 3)},

@@ -100,7 +100,8 @@ def arguments(D, T=256, H=4, Hkv=2, Dv=0, segments=False, sinks=False, pattern=0
 # what each of these lowers is in other cases too
 COVERED_BY_OTHERS = (
     "D64", "D192", "D64-bias", "D64-dropout", "D256-causal", "D96-pattern-128-window", "D128-mask-of-keys-causal",
-    "D128-pattern-64-segments", "D64-bias-of-keys-float32",
+    "D128-pattern-64-segments", "D64-bias-of-keys-float32", "D80-causal", "D64-mask", "D256-mask-of-heads",
+    "D128-bias-causal-soft-cap", "D256-pattern-64-causal",
 )  # fmt: skip
 
 

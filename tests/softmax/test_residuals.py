@@ -28,7 +28,9 @@ def attend(case, platform, ours_first, arrays):
 
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=("forward", "backward"))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[0], marks=pytest.mark.gpu), CASES[1]], ids=[case.id for case in CASES]
+)
 def test_gradients_cross_platforms(case, ours_first, native):
     check_crossing(case, ours_first, native)
 

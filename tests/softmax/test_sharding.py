@@ -96,15 +96,15 @@ def agree(got, expected):
     assert_close(got[1], expected[1], kind="gradient of")
 
 
-@by_call(SPLIT)
+@by_call(["segments", "mask-per-head", "bias-per-batch", "sinks", "dropout", "unnormalised"])
 def test_batch_and_heads(name):
+    """An array of each kind; `test_types_are_specs` has them all."""
     specs = {"in_specs": (BATCH_AND_HEADS,) * 3, "out_specs": BATCH_AND_HEADS}
     agree(computed(name, mesh=mesh_of(AxisType.Auto), **specs), whole(name))
 
 
-@by_call(["segments", "bias-per-head", "sinks", "dropout"])
+@by_call(["bias-per-head", "dropout"])
 def test_batch_and_heads_over_explicit_axes(name, explicit):
-    """An array of each kind; `test_types_are_specs` has them all."""
     specs = {"in_specs": (BATCH_AND_HEADS,) * 3, "out_specs": BATCH_AND_HEADS}
     agree(computed(name, mesh=explicit, **specs), whole(name))
 

@@ -2,7 +2,7 @@
 
 import re
 from functools import partial
-from inspect import signature
+from itertools import zip_longest
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,15 @@ CASES = {
     "D192-odd-lengths": {"D": 192, "T": 1001, "S": 777, "causal": True},
     "D128-float32-sinks-soft-cap": {"D": 128, "dtype": "float32", "T": 1024, "sinks": True, "logits_soft_cap": 20.0},
     "D128-segments": {"D": 128, "segments": True, "causal": True},
+    "D128-float32-segments-sinks-soft-cap": {
+        "D": 128,
+        "dtype": "float32",
+        "T": 1024,
+        "segments": True,
+        "causal": True,
+        "sinks": True,
+        "logits_soft_cap": 20.0,
+    },
     "D64-pattern": {"D": 64, "H": 8, "Hkv": 2, "pattern": 64, "causal": True},
     "D128-bias": {"D": 128, "T": 1024, "bias": True},
     "D128-functions": {"D": 128, "T": 512, "functions": True},
@@ -128,9 +137,9 @@ def check(mesh, case):
 
 PLAIN = ["softmax_dkv", "softmax_dq", "softmax_forward"]
 
-# one case on the newest, the others where memory is least, but for what the pattern's has too; `make tpu-aot` takes all
-ON_NEWEST = ("D128-causal",)
-LATER = ("D64-causal-gqa",)
+# one case on the newest, the others where memory is least, but for what others have too; `make tpu-aot` takes all
+ON_NEWEST = ("D64-pattern",)
+LATER = ("D64-causal-gqa", "D128-causal", "D128-float32-sinks-soft-cap", "D128-segments")
 
 
 def on_chip(chip, case):
@@ -144,36 +153,49 @@ def test_fits_and_moves_nothing_big(chip, case, mesh_of):
 
 
 TABLES = ("matrix", "blocks", "relative", "matrix-bias")  # which a TPU refuses
-GALLERY = [name for name in (*MASKS, *SCORES) if name not in TABLES]
+# which kernels know as options, or which is among what is hard below
+NOT_QUICKLY = ("causal", "window", "documents", "nothing", "everything", "identity", "soft-cap", "divisions")
+
+
+def pairs(quick):
+    """A mask and a score each."""
+    masks, scores = ([n for n in names if n not in TABLES and (n in NOT_QUICKLY) != quick] for names in (MASKS, SCORES))
+    return zip_longest(masks, scores)
 
 
 @pytest.mark.parametrize(
-    ("chip", "name"),
-    [pytest.param(chip, n, marks=[pytest.mark.tpu_aot_more] * (chip != "v4")) for chip in CHIPS for n in GALLERY],
+    ("chip", "mask", "score"),
+    [
+        pytest.param(chip, *pair, marks=[] if quick and chip == "v4" else [pytest.mark.tpu_aot_more])
+        for chip in CHIPS
+        for quick in (True, False)
+        for pair in pairs(quick)
+    ],
 )
-def test_the_gallery_compiles(chip, name, mesh_of):
+def test_the_gallery_compiles(chip, mask, score, mesh_of):
     T = 256
     sizes = Sizes(B, 4, T, T)
-    functions = {"mask_fn": MASKS[name](sizes)} if name in MASKS else {"score_fn": SCORES[name](sizes)}
+    functions = {"mask_fn": MASKS[mask](sizes)} | ({"score_fn": SCORES[score](sizes)} if score else {})
     assert kernels(Program(mesh_of(chip), 64, T=T, **functions).compiled()) == PLAIN
 
 
 # of what the compiler has no operation for, and of every shape that an operation may have
-HARD = {
+HARD_MASKS = {
     "division": lambda x, b, h, i, j: (i // (j % 7 + 1) == x[h]) | (j // (h + 1) < i % 5),
     "select": lambda x, b, h, i, j: jnp.where(i % 2 == 0, jnp.where(h < 2, j <= i, x[j] > 3), (x[i] > 0) < (j > i)),
     "sign": lambda x, b, h, i, j: (jnp.sign(i - j) * x[i] >= 0) ^ ~(jnp.abs(i - j) > x[j]),
+}
+HARD_SCORES = {
     "expm1": lambda s, x, b, h, i, j: jnp.expm1(s * 0.1) * jnp.sign(s) + jnp.maximum(s, x[j] * 1.0),
     "of-one-side": lambda s, x, b, h, i, j: x[i] * 2.0,
     "of-a-head": lambda s, x, b, h, i, j: jnp.where(h < 2, 1.0, x[h] * 1.0),
 }
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_what_is_hard_for_the_compiler(name, mesh_of):
+@pytest.mark.parametrize(("mask", "score"), [*zip(HARD_MASKS, HARD_SCORES, strict=True)])
+def test_what_is_hard_for_the_compiler(mask, score, mesh_of):
     T, x = 256, jnp.arange(256) % 9
-    function = partial(HARD[name], x) if len(signature(HARD[name]).parameters) == 5 else None
-    given = {"mask_fn": function} if function else {"score_fn": lambda s, *at: HARD[name](s, x, *at)}
+    given = {"mask_fn": partial(HARD_MASKS[mask], x), "score_fn": lambda s, *at: HARD_SCORES[score](s, x, *at)}
     assert kernels(Program(mesh_of("v5e"), 64, T=T, **given).compiled()) == PLAIN
 
 

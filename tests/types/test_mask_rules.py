@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from ejkernel.types import MaskInfo
 from harness.gallery import MASKS, Sizes, values
@@ -108,3 +109,41 @@ def test_reads_and_pictures():
 def test_what_fits_nothing_is_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+OUT_OF_RANGE = {
+    "starts": (
+        lambda n: MaskInfo.from_bounds(jnp.array([[0, 1], [0, n]]), q_len=2, kv_len=4),
+        (0, 5),
+        r"\[0, 4\] \(row 1, 1",
+    ),
+    "ends": (
+        lambda n: MaskInfo.from_key_bounds(None, jnp.array([1, 2, n, 2]), q_len=2, kv_len=4),
+        (2, -1),
+        r"\[0, 2\] \(row 0, 2",
+    ),
+    "lengths": (
+        lambda n: MaskInfo.prefix_lm(jnp.array([2, n]), q_len=2, kv_len=4),
+        (4, 5),
+        r"prefix_lengths .*\[0, 4\] \(row 1",
+    ),
+    "tree": (
+        lambda n: MaskInfo.tree(jnp.array([4, 2, n, 4])),
+        (3, 2),
+        r"past their own token and be at most 4 \(row 0, 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_bounds_out_of_range_are_errors_on_request(name, monkeypatch):
+    make, (good, bad), message = OUT_OF_RANGE[name]
+    jax.jit(lambda n: make(n).attention_mask)(bad)  # clamped
+    monkeypatch.setenv("EJKERNEL_CHECKS", "1")
+    make(good)
+    with pytest.raises(ValueError, match=rf"{message}: {bad}\)"):
+        make(bad)
+    program = checkify.checkify(jax.jit(lambda n: make(n).attention_mask))
+    assert program(good)[0].get() is None
+    with pytest.raises(checkify.JaxRuntimeError, match=rf"{message}\)"):
+        program(bad)[0].throw()

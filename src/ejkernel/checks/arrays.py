@@ -195,15 +195,21 @@ def rows(name: str, x: ArrayInput, length: int | None = None) -> jax.Array:
     return array if array.ndim == 2 else array[None]
 
 
-def limits(name: str, x: ArrayInput, length: int) -> jax.Array:
-    """Integers (B|1, length) or (B|1, H|1, length); those that int32 does not hold are as far as it goes."""
+def limits(name: str, x: ArrayInput, length: int, most: int) -> jax.Array:
+    """Integers (B|1, length) or (B|1, H|1, length); those that int32 does not hold are as far as it goes.
+
+    With `EJKERNEL_CHECKS=1` they must lie in [0, most].
+    """
     if isinstance(x, jax.Array) and x.dtype == jnp.uint32:
         x = jnp.minimum(x, np.uint32(INT32_MAX))
     array = integers(name, x, 1, 2, 3)
     array = np.clip(array, INT32_MIN, INT32_MAX) if isinstance(array, np.ndarray) else array
     if array.shape[-1] != length:
         raise ValueError(f"{name} {array.shape} must have one number for each of {length} tokens in its last dimension")
-    return jnp.asarray(array[None] if array.ndim == 1 else array, jnp.int32)
+    array = jnp.asarray(array[None] if array.ndim == 1 else array, jnp.int32)
+    if enabled():
+        check_rows(array, (array < 0) | (array > most), f"{name} must lie in [0, {most}]")
+    return array
 
 
 def common_batch(sizes: dict[str, int]) -> int:

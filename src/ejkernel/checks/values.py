@@ -17,19 +17,22 @@ def enabled() -> bool:
 
 
 def check_rows(values: Any, bad: Any, message: str) -> None:
-    """Raise `ValueError` naming the first row where `bad` holds.
+    """Raise `ValueError` naming the first row, by its index along each dimension, where `bad` holds.
 
     Host values (lists, numpy) are always checked. Arrays on the device are checked with `EJKERNEL_CHECKS=1`:
     directly when concrete, through `checkify` when traced.
     """
     if bad.size == 0:
         return
+    bad = bad.reshape(bad.shape or 1)
     if not isinstance(values, jax.Array):
         _raise_if(np.asarray(bad), values, message)
     elif enabled() and not isinstance(bad, jax_core.Tracer):
         _raise_if(np.asarray(bad), np.asarray(values), message)
     elif enabled():
-        checkify.debug_check(~bad.any(), message + " (row {row})", row=bad.reshape(-1).argmax())
+        first = jnp.unravel_index(bad.reshape(-1).argmax(), bad.shape)
+        where = {f"n{axis}": number for axis, number in enumerate(first)}
+        checkify.debug_check(~bad.any(), f"{message} (row {', '.join(f'{{{name}}}' for name in where)})", **where)
 
 
 def check(values: Any, bad: Callable[[Any, Any], Any], message: str, involved: tuple[Any, ...]) -> None:
@@ -44,6 +47,7 @@ def check(values: Any, bad: Callable[[Any, Any], Any], message: str, involved: t
 
 def _raise_if(bad: np.ndarray, values: Any, message: str) -> None:
     if bad.any():
-        row = int(bad.reshape(-1).argmax())
-        value = np.asarray(values).reshape(-1)[min(row, np.size(values) - 1)]
+        first = int(bad.reshape(-1).argmax())
+        value = np.asarray(values).reshape(-1)[min(first, np.size(values) - 1)]
+        row = ", ".join(str(number) for number in np.unravel_index(first, bad.shape))
         raise ValueError(f"{message} (row {row}: {value})")

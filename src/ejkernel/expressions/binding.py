@@ -230,8 +230,8 @@ class Binder:
             value = value.reshape((1,) * (3 - value.ndim) + value.shape)
             value = self.xp.broadcast_to(value, (*value.shape[:2], *length)) if length else value[:, :, 0]
             pool[key] = value
-        found = operand(kind, list(pool).index(key), dtype)
-        return _nonzero(found) if node.dtype == BOOL else found
+        read = operand(kind, list(pool).index(key), dtype)
+        return _nonzero(read) if node.dtype == BOOL else read
 
     def _value(self, node: Expression, arrays: Sequence[Any]) -> Any:
         """Over (batch, head, index), each of size 1 where nothing depends on it."""
@@ -255,8 +255,8 @@ class Binder:
         key = (id(array), tuple(node.args[n] for n in fixed), shape)
         pool.setdefault(key, self.converted(part, dtype).reshape(*part.shape[:2], prod(shape)))
         offset = sum(x.shape[2] for x in list(pool.values())[: list(pool).index(key)])
-        found = lookup(offset, shape, tuple(visit(node.args[n]) for n in free), dtype)
-        return _nonzero(found) if node.dtype == BOOL else found
+        read = lookup(offset, shape, tuple(visit(node.args[n]) for n in free), dtype)
+        return _nonzero(read) if node.dtype == BOOL else read
 
     def arrays(self) -> dict[str, jax.Array]:
         """The operands of all expressions that were bound, by `OPERAND_ARRAYS`."""

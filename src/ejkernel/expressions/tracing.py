@@ -359,15 +359,15 @@ class _Reader:
         part = _Array(x.values, (*x.index, *entries))
         if part.shape:
             return part
-        found = self.entry(x, tuple(entries))
+        value = self.entry(x, tuple(entries))
         if equation.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
-            return found
+            return value
         fill = equation.params["fill_value"]
         inside = [(e >= 0) & (e < n) for e, n in zip(entries, x.shape, strict=True)]
-        fallback = const(_usual_fill(found.dtype) if fill is None else fill, found.dtype)
+        fallback = const(_usual_fill(value.dtype) if fill is None else fill, value.dtype)
         for condition in inside:
-            found = select(condition, found, fallback)
-        return found
+            value = select(condition, value, fallback)
+        return value
 
 
 def _is_of_jax(equation: Any) -> bool:

@@ -57,8 +57,8 @@ def forward(plan: Plan, arrays: Arrays) -> tuple[Arrays, Arrays]:
 
     def one(arrays: Arrays) -> tuple[Arrays, Arrays]:
         with on_mesh_of(arrays), default_rules(), deterministic(plan.deterministic):
-            found = plan.implementation.forward(_call(plan, arrays), plan.config)
-        return varying_like(found, arrays)  # kernels do not say what their results vary over
+            results = plan.implementation.forward(_call(plan, arrays), plan.config)
+        return varying_like(results, arrays)  # kernels do not say what their results vary over
 
     operation = plan.operation
     split = partitioned(one, operation.splits, [operation.arrays], _results(plan)) if plan.implicit else one
@@ -79,8 +79,8 @@ def backward(plan: Plan, arrays: Arrays, residuals: Arrays, cotangents: Arrays) 
         # it may be traced where other settings hold than where its forward was
         with on_mesh_of(given), default_rules(), deterministic(plan.deterministic):
             assert plan.implementation.backward is not None
-            found = plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
-        return varying_like(found, given)
+            gradients = plan.implementation.backward(_call(plan, arrays), residuals, cotangents, plan.config)
+        return varying_like(gradients, given)
 
     operation = plan.operation
     groups = [operation.arrays, _results(plan), _results(plan)]

@@ -107,10 +107,10 @@ def measured_times(operation: Operation, call: Call, gradient: bool) -> Measured
     bucket = operation.bucket(call)
     sources = tuned_sources(call.target)
     nears = [(source.tuned.nearest(operation.measured_as, bucket, gradient), source) for source in sources]
-    found = [(near, source) for near, source in nears if near is not None]
-    if not found:
+    candidates = [(near, source) for near, source in nears if near is not None]
+    if not candidates:
         return Measured(bucket, call.target.kind, {})
-    (_, near), source = min(found, key=lambda one: one[0][0])
+    (_, near), source = min(candidates, key=lambda one: one[0][0])
     return Measured(near, source.kind, source.tuned.times(operation.measured_as, near, gradient))
 
 

@@ -88,7 +88,7 @@ def _refusals_elsewhere(operation: Operation, platform: str, call: Call) -> list
     """What a platform would say of a call where it runs with all its packages."""
     row = PLATFORMS[platform]
     backends = [backend for backend in row.backends if operation.path(platform, *TYPICAL[backend].names) is not None]
-    found = []
+    refusals = []
     for backend in backends:
         implementation = _loaded(operation, platform, TYPICAL[backend])
         if isinstance(implementation, Implementation):
@@ -97,8 +97,8 @@ def _refusals_elsewhere(operation: Operation, platform: str, call: Call) -> list
         else:  # a package that is missing is told already
             reasons = [] if row.missing() else [implementation]
         where = f"on {DEVICES[backend]}: " if len(backends) > 1 else ""
-        found += [where + reason for reason in reasons]
-    return found
+        refusals += [where + reason for reason in reasons]
+    return refusals
 
 
 def _config_refusals(

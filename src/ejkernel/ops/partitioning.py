@@ -104,13 +104,13 @@ class _Split:
             self.letters -= set() if {one, other} <= self.letters else {one, other}
 
     def note_results(self, outputs: Any, known: Mapping[str, Dims]) -> None:
-        found = []
+        values = []
         for path, x in jax.tree_util.tree_flatten_with_path(outputs)[0]:
             name = path[-1].key
             if name not in known:
                 raise _Undeclared(name)
-            found.append(_Value(known[name], x.shape))
-        self.results = found
+            values.append(_Value(known[name], x.shape))
+        self.results = values
 
     # What Shardy is told ----------------------------------------------------------------------------------------
 
@@ -124,17 +124,17 @@ class _Split:
 
     def _letter_factors(self, mesh: Mesh) -> dict[str, tuple[tuple[str, int], ...]]:
         """The factors of each letter, and their sizes: query heads are key heads times the heads of a group."""
-        found: dict[str, tuple[tuple[str, int], ...]] = {}
-        found |= {letter: ((letter, self.sizes[letter]),) for letter in self.letters}
+        by_letter: dict[str, tuple[tuple[str, int], ...]] = {}
+        by_letter |= {letter: ((letter, self.sizes[letter]),) for letter in self.letters}
         for one, other in (*self.pairs, *self.tied):
-            if one not in found or other not in found:
+            if one not in by_letter or other not in by_letter:
                 continue
             group = self._group(one, other)
             if (one, other) in self.tied or all(self.sizes[other] % n == 0 for n in mesh.shape.values()):
-                found[one] = found[other] if group == 1 else (*found[other], (f"{one}_in_{other}", group))
+                by_letter[one] = by_letter[other] if group == 1 else (*by_letter[other], (f"{one}_in_{other}", group))
             else:  # an axis that all heads are split over would be cut in two; devices share keys instead
-                del found[other]
-        return found
+                del by_letter[other]
+        return by_letter
 
     def _group(self, one: str, other: str) -> int:
         return self.sizes[one] // self.sizes[other]
@@ -142,8 +142,8 @@ class _Split:
     # What the partitioner is told -------------------------------------------------------------------------------
 
     def infer(self, mesh: Mesh, args: Sequence[Any], outs: Any) -> Any:
-        found = self._axes(mesh, [(value, x.sharding) for value, x in zip(self.operands, args, strict=True)])
-        return self._shardings(mesh, self.results, found, jax.tree.structure(outs))
+        by_letter = self._axes(mesh, [(value, x.sharding) for value, x in zip(self.operands, args, strict=True)])
+        return self._shardings(mesh, self.results, by_letter, jax.tree.structure(outs))
 
     def partition(self, function: Function, mesh: Mesh, args: Sequence[Any], outs: Any) -> Any:
         leaves, tree = jax.tree.flatten(outs)
@@ -151,15 +151,15 @@ class _Split:
             devices = sorted(leaves[0].sharding.device_set, key=lambda device: device.id)
             mesh = Mesh(devices, ("devices",))
         known = [(v, x.sharding) for v, x in zip([*self.operands, *self.results], [*args, *leaves], strict=True)]
-        found = self._axes(mesh, known)
-        shares = [share_of(pair, self.sizes, found, mesh) for pair in self.pairs]
-        local = self._local(function, mesh, found, [share for share in shares if share is not None])
-        given = self._shardings(mesh, self.operands, found, jax.tree.structure(tuple(args)))
-        return mesh, local, self._shardings(mesh, self.results, found, tree), given
+        by_letter = self._axes(mesh, known)
+        shares = [share_of(pair, self.sizes, by_letter, mesh) for pair in self.pairs]
+        local = self._local(function, mesh, by_letter, [share for share in shares if share is not None])
+        given = self._shardings(mesh, self.operands, by_letter, jax.tree.structure(tuple(args)))
+        return mesh, local, self._shardings(mesh, self.results, by_letter, tree), given
 
     def _axes(self, mesh: Mesh, known: Sequence[tuple[_Value, Any]]) -> dict[str, Axes]:
         """The mesh axes of each letter: what the first of the arrays says that is split along it."""
-        found: dict[str, Axes] = {}
+        by_letter: dict[str, Axes] = {}
         used: set[str] = set()
         shared = {other: one for one, other in (*self.pairs, *self.tied)}
         asked = [
@@ -168,39 +168,43 @@ class _Split:
         asked.sort(key=lambda entry: entry[0] != entry[1])  # what query heads say comes first
         for letter, named, axes in asked:
             free = tuple(axis for axis in axes if axis not in used)
-            if letter in self.letters and named in self.letters and letter not in found:
-                found[letter] = dividing(free, self.sizes[letter], mesh)
-                used |= set(found[letter])
+            if letter in self.letters and named in self.letters and letter not in by_letter:
+                by_letter[letter] = dividing(free, self.sizes[letter], mesh)
+                used |= set(by_letter[letter])
         for pair in self.pairs:
-            self._share(pair, found, mesh)
+            self._share(pair, by_letter, mesh)
         for one, other in self.tied:
-            found[one] = found[other] = dividing(found.get(one, ()), self.sizes[other], mesh)
-        return found
+            by_letter[one] = by_letter[other] = dividing(by_letter.get(one, ()), self.sizes[other], mesh)
+        return by_letter
 
-    def _share(self, pair: tuple[str, str], found: dict[str, Axes], mesh: Mesh) -> None:
+    def _share(self, pair: tuple[str, str], by_letter: dict[str, Axes], mesh: Mesh) -> None:
         """Split both letters of a pair so that every device has what it needs."""
         one, other = pair
         while True:
-            found[other] = dividing(found.get(one, ()), self.sizes[other], mesh)
-            if share_of(pair, self.sizes, found, mesh) is not None:
+            by_letter[other] = dividing(by_letter.get(one, ()), self.sizes[other], mesh)
+            if share_of(pair, self.sizes, by_letter, mesh) is not None:
                 return
-            found[one] = found[one][:-1]
+            by_letter[one] = by_letter[one][:-1]
 
-    def _spec(self, value: _Value, found: Mapping[str, Axes]) -> PartitionSpec:
-        split = [found.get(letter, ()) if n > 1 else () for letter, n in zip(value.dims.axes, value.shape, strict=True)]
+    def _spec(self, value: _Value, by_letter: Mapping[str, Axes]) -> PartitionSpec:
+        split = [
+            by_letter.get(letter, ()) if n > 1 else () for letter, n in zip(value.dims.axes, value.shape, strict=True)
+        ]
         return PartitionSpec(*(axes or None for axes in split))
 
-    def _shardings(self, mesh: Mesh, values: Sequence[_Value], found: Mapping[str, Axes], tree: Any) -> Any:
-        return jax.tree.unflatten(tree, [NamedSharding(mesh, self._spec(value, found)) for value in values])
+    def _shardings(self, mesh: Mesh, values: Sequence[_Value], by_letter: Mapping[str, Axes], tree: Any) -> Any:
+        return jax.tree.unflatten(tree, [NamedSharding(mesh, self._spec(value, by_letter)) for value in values])
 
-    def _local(self, function: Function, mesh: Mesh, found: Mapping[str, Axes], shares: Sequence[Share]) -> Function:
+    def _local(
+        self, function: Function, mesh: Mesh, by_letter: Mapping[str, Axes], shares: Sequence[Share]
+    ) -> Function:
         """The function on one device's part."""
-        every = {axis for axes in found.values() for axis in axes if mesh.shape[axis] > 1}
+        every = {axis for axes in by_letter.values() for axis in axes if mesh.shape[axis] > 1}
 
         def summed(x: jax.Array, value: _Value) -> jax.Array:
             for share in shares:
                 x = share.put_back(x, value.dims)
-            split_axes = {axis for entry in self._spec(value, found) for axis in axes_of(entry)}
+            split_axes = {axis for entry in self._spec(value, by_letter) for axis in axes_of(entry)}
             others = tuple(sorted(every - split_axes))
             return jax.lax.psum(x, others) if others else x
 

@@ -124,12 +124,12 @@ class _Occurrences:
 
 def _short(x: Any) -> str:
     """Dtype and shape in few characters."""
-    return re.sub(r"^(b?f)loat|^(u?i)nt", lambda found: found[1] or found[2], x.str_short())
+    return re.sub(r"^(b?f)loat|^(u?i)nt", lambda match: match[1] or match[2], x.str_short())
 
 
 def _occurrences(recorder: Recorder, program: Any) -> dict[int, _Occurrences]:
     """Of each call that stands in a program, in order."""
-    found: dict[int, _Occurrences] = {}
+    occurrences: dict[int, _Occurrences] = {}
 
     def visit(jaxpr: Any, times: int, conditions: tuple[str, ...]) -> None:
         for equation in jaxpr.eqns:
@@ -137,7 +137,7 @@ def _occurrences(recorder: Recorder, program: Any) -> dict[int, _Occurrences]:
             if name.startswith(_PREFIX):
                 which, number = name.removeprefix(f"{_PREFIX}_").split("_")
                 names = recorder.names[int(number)]
-                seen = found.setdefault(int(number), _Occurrences())
+                seen = occurrences.setdefault(int(number), _Occurrences())
                 seen.times[which] += times
                 seen.conditions |= dict.fromkeys(conditions)
                 # behind the arrays of a backward are residuals and cotangents
@@ -151,7 +151,7 @@ def _occurrences(recorder: Recorder, program: Any) -> dict[int, _Occurrences]:
                 visit(sub, inner, conditions if more is None else (*conditions, more))
 
     visit(program, 1, ())
-    return found
+    return occurrences
 
 
 def explain(function: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:

@@ -12,8 +12,8 @@ from ejkernel.ops.operation import Operation
 
 @lru_cache(maxsize=4)
 def _operations(modules: tuple[str, ...]) -> dict[str, Operation]:
-    found = (importlib.import_module(f"{module}.operations").OPERATIONS for module in modules)
-    return {operation.name: operation for operations in found for operation in operations}
+    by_family = (importlib.import_module(f"{module}.operations").OPERATIONS for module in modules)
+    return {operation.name: operation for operations in by_family for operation in operations}
 
 
 def list_operations() -> list[str]:
@@ -31,7 +31,7 @@ def get_operation(operation: "Operation | str | Callable[..., Any]") -> Operatio
     if isinstance(operation, Operation):
         return operation
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
-    found = _operations(registered_families())
-    if name not in found:
-        raise ValueError(unknown("operation", name, sorted(found)))
-    return found[name]
+    operations = _operations(registered_families())
+    if name not in operations:
+        raise ValueError(unknown("operation", name, sorted(operations)))
+    return operations[name]

@@ -83,7 +83,7 @@ def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, P
         known = {_given(operation, name): name for name in operation.arrays}
         if unknown := sorted(set(in_specs) - set(known)):
             raise ValueError(f"in_specs names unknown arrays {unknown}; known: {list(known)}")
-        found = {known[name]: spec for name, spec in in_specs.items() if known[name] in call}
+        specs = {known[name]: spec for name, spec in in_specs.items() if known[name] in call}
     elif isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
         raise TypeError(f"in_specs={in_specs!r} must be one PartitionSpec per leading array, or a dict by name")
     else:
@@ -91,11 +91,11 @@ def _named_specs(operation: Operation, call: Call, in_specs: Any) -> dict[str, P
         if len(in_specs) > len(names):
             shown = [_given(operation, name) for name in names]
             raise ValueError(f"in_specs has {len(in_specs)} entries for {len(names)} arrays {shown}")
-        found = dict(zip(names, in_specs, strict=False))
-    for name, spec in found.items():
+        specs = dict(zip(names, in_specs, strict=False))
+    for name, spec in specs.items():
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"in_specs of {_given(operation, name)} is {spec!r}: it must be one PartitionSpec")
-    return found
+    return specs
 
 
 def _given(operation: Operation, name: str) -> str:
@@ -165,10 +165,10 @@ class Share:
         return mine - jax.lax.axis_index(self.own_axes) * self.held if self.own_axes else mine
 
 
-def share_of(pair: tuple[str, str], sizes: Mapping[str, int], found: Mapping[str, Axes], mesh: Any) -> Share | None:
+def share_of(pair: tuple[str, str], sizes: Mapping[str, int], by_letter: Mapping[str, Axes], mesh: Any) -> Share | None:
     """How devices share the second letter of a pair; None where its parts do not fit those of the first."""
     one, other = pair
-    axes, own_axes = found.get(one, ()), found.get(other, ())
+    axes, own_axes = by_letter.get(one, ()), by_letter.get(other, ())
     members, held = sizes[one] // parts(axes, mesh), sizes.get(other, 1) // parts(own_axes, mesh)
     group = sizes[one] // sizes.get(other, 1)
     fits = members % group == 0 or group % members == 0
@@ -186,7 +186,7 @@ def _axes_by_dimension(
     operation: Operation, call: Call, specs: dict[str, PartitionSpec], mesh: Mesh | AbstractMesh, typed: bool
 ) -> dict[str, Axes]:
     """Mesh axes of each dimension letter, from the specs given; those of types leave whole ones to other arrays."""
-    found: dict[str, Axes] = {}
+    by_letter: dict[str, Axes] = {}
     for name, spec in specs.items():
         letters = operation.arrays[name].axes
         if len(spec) > len(letters):
@@ -196,27 +196,29 @@ def _axes_by_dimension(
             axes = axes_of(entry)
             if not axes and (size == 1 or typed):
                 continue  # it broadcasts, or is whole and can be cut: this says nothing about the dimension
-            if found.setdefault(letter, axes) != axes:
+            if by_letter.setdefault(letter, axes) != axes:
                 raise ValueError(
-                    f"{_SOURCE[typed]} disagree on dimension {letter}: {found[letter]} and {axes} (in "
+                    f"{_SOURCE[typed]} disagree on dimension {letter}: {by_letter[letter]} and {axes} (in "
                     f"{_given(operation, name)})"
                 )
-    sizes, said = _sizes(operation, call), set(found)
+    sizes, said = _sizes(operation, call), set(by_letter)
     for pair in (*operation.splits.tied, *operation.splits.grouped):
         for letter, other in (pair, pair[::-1]):
-            if letter not in found and sizes.get(letter, 1) > 1:
-                found[letter] = found.get(other, ())
+            if letter not in by_letter and sizes.get(letter, 1) > 1:
+                by_letter[letter] = by_letter.get(other, ())
     for _, other in operation.splits.grouped:
-        if other not in said and all(axis in mesh.shape for axis in found.get(other, ())):
-            found[other] = dividing(found.get(other, ()), sizes.get(other, 1), mesh)
-    return found
+        if other not in said and all(axis in mesh.shape for axis in by_letter.get(other, ())):
+            by_letter[other] = dividing(by_letter.get(other, ()), sizes.get(other, 1), mesh)
+    return by_letter
 
 
-def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh | AbstractMesh, typed: bool) -> None:
+def _check(
+    by_letter: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh | AbstractMesh, typed: bool
+) -> None:
     sizes, splits = _sizes(operation, call), operation.splits
     splittable = (*splits.free, *splits.passed_on)
     splittable += tuple(other for one, other in splits.tied if one in splittable)
-    for letter, axes in found.items():
+    for letter, axes in by_letter.items():
         for axis in axes:
             if axis not in mesh.shape:
                 raise ValueError(
@@ -233,23 +235,23 @@ def _check(found: dict[str, Axes], call: Call, operation: Operation, mesh: Mesh 
             raise ValueError(
                 f"dimension {letter} of size {size} does not divide over {axes} of {count} devices{_mend(letter, size)}"
             )
-    _check_axes({letter: tuple(a for a in axes if mesh.shape[a] > 1) for letter, axes in found.items()}, operation)
+    _check_axes({letter: tuple(a for a in axes if mesh.shape[a] > 1) for letter, axes in by_letter.items()}, operation)
     for one, other in splits.tied:
-        if other in sizes and found.get(one, ()) != found.get(other, ()):
+        axes, own_axes = by_letter.get(one, ()), by_letter.get(other, ())
+        if other in sizes and axes != own_axes:
             raise ValueError(
-                f"dimension {one} is split over {found.get(one, ())} and {other} over {found.get(other, ())}: they "
-                "must be split alike"
+                f"dimension {one} is split over {axes} and {other} over {own_axes}: they must be split alike"
             )
     for pair in splits.grouped:
-        if pair[1] in sizes and share_of(pair, sizes, found, mesh) is None:
-            raise ValueError(_apart(pair, sizes, found, mesh))
+        if pair[1] in sizes and share_of(pair, sizes, by_letter, mesh) is None:
+            raise ValueError(_apart(pair, sizes, by_letter, mesh))
 
 
-def _check_axes(found: dict[str, Axes], operation: Operation) -> None:
+def _check_axes(by_letter: dict[str, Axes], operation: Operation) -> None:
     """That no axis splits two dimensions, unless they are split together."""
     split_alike = {frozenset(pair) for pair in (*operation.splits.tied, *operation.splits.grouped)}
     by_axis: dict[str, str] = {}
-    for letter, axes in found.items():
+    for letter, axes in by_letter.items():
         for axis in axes:
             other = by_axis.setdefault(axis, letter)
             if other != letter and frozenset((letter, other)) not in split_alike:
@@ -260,19 +262,22 @@ def _mend(letter: str, size: int) -> str:
     return f": split it over a number that divides {size}, pad it, or split another dimension than {letter}"
 
 
-def _apart(pair: tuple[str, str], sizes: Mapping[str, int], found: Mapping[str, Axes], mesh: Any) -> str:
+def _apart(pair: tuple[str, str], sizes: Mapping[str, int], by_letter: Mapping[str, Axes], mesh: Any) -> str:
     one, other = pair
+    axes, own_axes = by_letter.get(one, ()), by_letter.get(other, ())
     return (
-        f"dimension {one} of size {sizes[one]} is split over {found.get(one, ())} of {parts(found.get(one, ()), mesh)} "
-        f"devices and {other} of size {sizes[other]} over {found.get(other, ())}: a device would need parts of {other} "
-        f"that it has not. Split both alike over a number that divides {sizes[other]}; or leave {other} whole and "
-        f"split {one} over a number that {sizes[other]} divides; or split another dimension"
+        f"dimension {one} of size {sizes[one]} is split over {axes} of {parts(axes, mesh)} devices and {other} of size "
+        f"{sizes[other]} over {own_axes}: a device would need parts of {other} that it has not. Split both alike over "
+        f"a number that divides {sizes[other]}; or leave {other} whole and split {one} over a number that "
+        f"{sizes[other]} divides; or split another dimension"
     )
 
 
-def _spec_for(letters: Sequence[str], shape: Sequence[int], found: dict[str, Axes]) -> PartitionSpec:
+def _spec_for(letters: Sequence[str], shape: Sequence[int], by_letter: dict[str, Axes]) -> PartitionSpec:
     """The spec of an array: broadcast dimensions of size 1 are not split."""
-    return PartitionSpec(*(found.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True)))
+    return PartitionSpec(
+        *(by_letter.get(c, ()) or None if n != 1 else None for c, n in zip(letters, shape, strict=True))
+    )
 
 
 def likely_axes(operation: Operation, call: Call, mesh: Mesh | AbstractMesh, taken: Axes = ()) -> dict[str, Axes]:
@@ -280,21 +285,21 @@ def likely_axes(operation: Operation, call: Call, mesh: Mesh | AbstractMesh, tak
 
     An axis with a name that model builders give to the one that splits weights begins with the last letter: heads.
     """
-    sizes, splits, found = _sizes(operation, call), operation.splits, {}
+    sizes, splits, by_letter = _sizes(operation, call), operation.splits, {}
     pairs = [pair for pair in (*splits.grouped, *splits.tied) if set(pair) <= set(sizes)]
     shared = {other for _, other in pairs}
     letters = [letter for letter in splits.free if letter in sizes and letter not in shared]
     free = _axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
     for axis in (axis for axis in mesh.axis_names if axis in free and axis not in taken and mesh.shape[axis] > 1):
         for letter in reversed(letters) if axis in _OF_WEIGHTS else letters:
-            more = found | {letter: (*found.get(letter, ()), axis)}
+            more = by_letter | {letter: (*by_letter.get(letter, ()), axis)}
             more |= {b: dividing(more.get(a, ()), sizes[b], mesh) for a, b in pairs}
             fits = all(share_of(pair, sizes, more, mesh) is not None for pair in pairs if pair in splits.grouped)
             fits &= all(more.get(a, ()) == more[b] for a, b in pairs if (a, b) in splits.tied and a in splits.free)
             if sizes[letter] % parts(more[letter], mesh) == 0 and fits:
-                found = more
+                by_letter = more
                 break
-    return found
+    return by_letter
 
 
 def likely_specs(operation: Operation, call: Call, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:

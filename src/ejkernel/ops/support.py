@@ -14,14 +14,14 @@ _SHORT = {"cpu": "CPU", "sm_90": "Hopper", "sm_100": "Blackwell", "tpu": "TPU"}
 
 def _columns(operation: Operation) -> dict[str, tuple[str, Target]]:
     """Platform and device by title; one program of several backends, as XLA's, is one column."""
-    found = {}
+    platforms = {}
     for name, row in PLATFORMS.items():
         entry = operation.implementations.get(name, {})
         if isinstance(entry, str):
-            found[name] = (name, TYPICAL[row.backends[0]])
+            platforms[name] = (name, TYPICAL[row.backends[0]])
         else:
-            found |= {f"{name} ({_SHORT.get(runs_on, runs_on)})": (name, _typical(runs_on)) for runs_on in entry}
-    return found
+            platforms |= {f"{name} ({_SHORT.get(runs_on, runs_on)})": (name, _typical(runs_on)) for runs_on in entry}
+    return platforms
 
 
 def _typical(runs_on: str) -> Target:

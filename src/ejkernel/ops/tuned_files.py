@@ -179,8 +179,8 @@ def doublings(bucket: str, other: str) -> int | None:
 
 def _checked(document: Any) -> Entries:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise ValueError(f"schema {found!r}, this version reads {SCHEMA}")
+        schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"schema {schema!r}, this version reads {SCHEMA}")
     entries = document.get("entries")
     well_formed = isinstance(entries, dict) and all(
         isinstance(entry, dict)

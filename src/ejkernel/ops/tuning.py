@@ -128,12 +128,12 @@ def tune(operation: Operation, implementation: Any, platform: str, call: Call) -
                 f"autotune() cannot measure {operation.name} in a shard_map outside of jit, where every step is one of "
                 "all devices: put jax.jit around the shard_map"
             )
-        found = _search(operation, implementation, platform, call, current.progress)
-    current.found.append(found)
-    current.done[key] = found.best
+        winner = _search(operation, implementation, platform, call, current.progress)
+    current.found.append(winner)
+    current.done[key] = winner.best
     if current.save:
-        keep(found.entry(operation.measured_as), user_file(call.target.kind))
-    return found.best
+        keep(winner.entry(operation.measured_as), user_file(call.target.kind))
+    return winner.best
 
 
 def _search(operation: Operation, implementation: Any, platform: str, call: Call, progress: bool) -> Tuned:

@@ -111,19 +111,19 @@ class Functions(NamedTuple):
 
     def operands(self, tensors: Mapping[str, Any], T: int, S: int) -> dict[str, Any]:
         """The operands among the tensors of a call as `OPERAND_ARRAYS` has them: views."""
-        found = {}
+        parts = {}
         for dtype, layout in zip(("int", "float"), self.layouts, strict=True):
             if (flat := tensors.get(f"{dtype}s")) is None:
                 continue
-            start = 0
+            start: int = 0
             for kind, number, length in zip(NAMES, layout, (1, T, S), strict=False):
                 if number:
-                    part = flat[:, :, start : start + number * length]
-                    found[f"{dtype}_{kind}"] = part if kind == "scalars" else part.unflatten(2, (number, length))
-                start += number * length
+                    part = flat[:, :, start : start + int(number) * int(length)]
+                    parts[f"{dtype}_{kind}"] = part if kind == "scalars" else part.unflatten(2, (number, length))
+                start += int(number) * int(length)
             if start < flat.shape[2]:
-                found[f"{dtype}_tables"] = flat[:, :, start:]
-        return found
+                parts[f"{dtype}_tables"] = flat[:, :, start:]
+        return parts
 
 
 _KNOWN: dict[str, Functions] = {"": Functions()}

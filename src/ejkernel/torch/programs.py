@@ -412,10 +412,11 @@ class Program:
         schedule = self.schedule(tile, side, given, aligned, schedules)
         name = (slope, side)
         if name not in self.others:
-            kernel = _kernel("column_operand" if side == "k" else "row_operand")
             made = DeviceFunction(slope, layouts_of(self.call.arrays))
-            constants = {"ROW_BLOCK": self._row_block, "OPERAND_SLOPE": made}
-            self.others[name] = self._prepared(kernel, tile, schedule, heads, ("doperand",), _ROWS, constants)
+            constants = {"ROW_BLOCK": self._row_block, "OPERAND_SLOPE": made, "OF_KEYS": side == "k"}
+            self.others[name] = self._prepared(
+                _kernel("operand"), tile, schedule, heads, ("doperand",), _ROWS, constants
+            )
         sums = given["rows_lse"].new_empty((self.dims.B, self.dims.H, length))
         scheduled = {n: x for n, x in schedule._asdict().items() if x is not None}
         self.others[name].run({**given, **scheduled, "doperand": sums}, self.compiled, aligned)

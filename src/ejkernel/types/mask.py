@@ -25,6 +25,7 @@ from ejkernel.checks.arrays import (
     rows,
 )
 from ejkernel.checks.options import static_int
+from ejkernel.checks.values import check_rows, enabled
 from ejkernel.expressions.binding import Rule
 from ejkernel.expressions.nodes import INT, LOAD, B, Expression, I, J, load, rebuilt, rewritten
 from ejkernel.expressions.tracing import traced
@@ -272,7 +273,8 @@ class MaskInfo(MaskFields):
         """Query i sees the keys in `[starts[i], ends[i])`, by index.
 
         Args:
-            starts, ends: int (T,), (B, T) or (B, H, T); None leaves that side open.
+            starts, ends: int (T,), (B, T) or (B, H, T); None leaves that side open. Those outside of [0, S] are
+                clamped; with `EJKERNEL_CHECKS=1` they are an error.
             q_len, kv_len: T and S.
 
         >>> MaskInfo.from_bounds([0, 1, 1], [2, 2, 3], q_len=3).attention_mask[0, 0].astype(int).tolist()
@@ -289,7 +291,8 @@ class MaskInfo(MaskFields):
         """Key j is seen by the queries in `[starts[j], ends[j])`, by index.
 
         Args:
-            starts, ends: int (S,), (B, S) or (B, H, S); None leaves that side open.
+            starts, ends: int (S,), (B, S) or (B, H, S); None leaves that side open. Those outside of [0, T] are
+                clamped; with `EJKERNEL_CHECKS=1` they are an error.
             q_len, kv_len: T and S.
 
         >>> MaskInfo.from_key_bounds([0, 1, 1], [3, 2, 3], q_len=3).attention_mask[0, 0].astype(int).tolist()
@@ -318,13 +321,18 @@ class MaskInfo(MaskFields):
         Rollouts that share a prefix are one row: the prefix, then each rollout, whose tokens end where it ends.
 
         Args:
-            ends: int (T,) or (B, T): one past the last token of the subtree under each token.
+            ends: int (T,) or (B, T): one past the last token of the subtree under each token. Those past T are
+                clamped, and a token that ends before it begins is hidden; with `EJKERNEL_CHECKS=1` both are errors.
 
         >>> MaskInfo.tree([4, 3, 3, 4]).attention_mask[0, 0].astype(int).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
         """
         x = rows("ends", ends)
-        return cls(x.shape[1], x.shape[1])._with_rule(Rule((J <= I) & (I < load(0, (B, J), INT)), (x,)))
+        T = x.shape[1]
+        if enabled():
+            message = f"ends must lie past their own token and be at most {T}"
+            check_rows(x, (x <= jnp.arange(T, dtype=jnp.int32)) | (x > T), message)
+        return cls(T, T)._with_rule(Rule((J <= I) & (I < load(0, (B, J), INT)), (x,)))
 
     # refine
 
@@ -355,8 +363,8 @@ class MaskInfo(MaskFields):
         return self._with_function(mask_fn, self.batch_size)
 
     def _with_function(self, mask_fn: Callable[..., Any], batch_size: int) -> "MaskInfo":
-        found = traced(mask_fn, "mask_fn", scores=False)
-        rule = Rule(found.expression, found.arrays)
+        body = traced(mask_fn, "mask_fn", scores=False)
+        rule = Rule(body.expression, body.arrays)
         if batch_size > 1:
             # numbers of rows that stay theirs where a vmap makes more of them
             row = load(len(rule.arrays), (B,), INT)
@@ -368,32 +376,28 @@ class MaskInfo(MaskFields):
     def recognised(self, rule: Rule, *, differences_alone: bool = False) -> "MaskInfo":
         """A mask of these lengths that shows what a rule does, as band, chunk and segments where it is such."""
         T, S = self.q_len, self.kv_len
-        found = recognised(rule, T, S, differences_alone=differences_alone)
-        chunk, rest = found.chunk, found.rest
+        parts = recognised(rule, T, S, differences_alone=differences_alone)
+        chunk, rest = parts.chunk, parts.rest
         if chunk is not None and T != S:  # of positions, which are counted from the end
             chunk, rest = None, both_rules(rest, Rule((I // chunk).equals(J // chunk)))
-        cross = T != S or not same(found.q_ids, found.kv_ids)
-        mask = MaskInfo(T, S, found.q_ids, found.kv_ids, chunk=chunk, rule=rest, cross=cross)
-        low, high = (None if x is None else x - (S - T) for x in found.band)
+        cross = T != S or not same(parts.q_ids, parts.kv_ids)
+        mask = MaskInfo(T, S, parts.q_ids, parts.kv_ids, chunk=chunk, rule=rest, cross=cross)
+        low, high = (None if x is None else x - (S - T) for x in parts.band)
         return mask.narrowed((low, high))
 
     def apply_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
         """Also requires that query i sees keys in `[starts[i], ends[i])` alone: see `from_bounds`."""
-        return self._with_rule(bounds_rule(*self._limits(starts, ends, self.q_len), of_keys=False))
+        return self._with_rule(bounds_rule(*self._limits(starts, ends, self.q_len, self.kv_len), of_keys=False))
 
     def apply_key_bounds(self, starts: ArrayInput | None = None, ends: ArrayInput | None = None) -> "MaskInfo":
         """Also requires that key j is seen by queries in `[starts[j], ends[j])` alone: see `from_key_bounds`."""
-        return self._with_rule(bounds_rule(*self._limits(starts, ends, self.kv_len), of_keys=True))
+        return self._with_rule(bounds_rule(*self._limits(starts, ends, self.kv_len, self.q_len), of_keys=True))
 
-    def _limits(self, starts: ArrayInput | None, ends: ArrayInput | None, length: int) -> tuple[Any, Any]:
-        found = [None if x is None else limits(name, x, length) for name, x in (("starts", starts), ("ends", ends))]
-        common_batch(
-            {
-                "mask": self.batch_size,
-                **{n: x.shape[0] for n, x in zip(("starts", "ends"), found, strict=True) if x is not None},
-            }
-        )
-        return found[0], found[1]
+    def _limits(self, starts: ArrayInput | None, ends: ArrayInput | None, length: int, most: int) -> tuple[Any, Any]:
+        given = {name: x for name, x in (("starts", starts), ("ends", ends)) if x is not None}
+        arrays = {name: limits(name, x, length, most) for name, x in given.items()}
+        common_batch({"mask": self.batch_size, **{name: x.shape[0] for name, x in arrays.items()}})
+        return arrays.get("starts"), arrays.get("ends")
 
     def _with_rule(self, rule: Rule) -> "MaskInfo":
         return dataclasses.replace(self, rule=both_rules(self.rule, rule))

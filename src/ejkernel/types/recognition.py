@@ -33,9 +33,9 @@ def recognised(rule: Rule, q_len: int, kv_len: int, *, differences_alone: bool =
     """What a rule says, of conditions that all must hold; with `differences_alone`, those of `j - i` only."""
     low, high, chunk, ids, rest = [], [], None, None, []
     for term in conditions(rule.expression):
-        if (found := band_of(term)) is not None:
-            low += [] if found[0] is None else [found[0]]
-            high += [] if found[1] is None else [found[1]]
+        if (band := band_of(term)) is not None:
+            low += [] if band[0] is None else [band[0]]
+            high += [] if band[1] is None else [band[1]]
         elif not differences_alone and chunk is None and (size := chunk_of(term)) is not None:
             chunk = size
         elif not differences_alone and ids is None and (numbers := segments_of(term, rule)) is not None:
@@ -72,7 +72,7 @@ def linear(x: Expression) -> Linear | None:
         return Linear(0, 0, x.data)
     if x.name not in ("add", "sub", "neg", "mul") or x.dtype != INT:
         return None
-    args = [found for arg in x.args if (found := linear(arg)) is not None]
+    args = [part for arg in x.args if (part := linear(arg)) is not None]
     if len(args) < len(x.args):
         return None
     if x.name == "neg":

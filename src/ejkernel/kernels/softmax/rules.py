@@ -28,14 +28,14 @@ def bound_rules(mask: Rule | None, scores: Rule | None, sizes: Sizes) -> tuple[R
 @lru_cache(maxsize=256)
 def _bound(tree: Any, shapes: tuple[Any, ...], sizes: Sizes) -> Rules:
     """The bound rules, which depend on the shapes of their arrays alone."""
-    found: list[Rules] = []
+    bound: list[Rules] = []
 
     def bind(arrays: list[jax.Array]) -> None:
         mask, scores = jax.tree.unflatten(tree, arrays)
-        found.append(bound_by(Binder(sizes), mask, scores))
+        bound.append(bound_by(Binder(sizes), mask, scores))
 
     jax.eval_shape(bind, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    return found[0]
+    return bound[0]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -68,8 +68,8 @@ class Slopes(NamedTuple):
 @lru_cache(maxsize=256)
 def slopes(rule: Expression) -> Slopes:
     operands = trained_operands(rule)
-    found = derivatives(rule, [score(), *operands])
-    return Slopes(found[score()], tuple((node, found[node]) for node in operands))
+    by_node = derivatives(rule, [score(), *operands])
+    return Slopes(by_node[score()], tuple((node, by_node[node]) for node in operands))
 
 
 def whole_operands(arrays: dict[str, Any]) -> TileOperands:

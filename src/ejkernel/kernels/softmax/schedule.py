@@ -304,9 +304,9 @@ def _rule_maps(call: Call, dims: Dimensions, block_q: int, block_k: int, xp: Any
 
     def operand(node: Expression) -> Interval:
         kind, number = node.data
-        found = operand_interval(call[array_name(node)][:, :, number], sizes[kind], xp)
+        interval = operand_interval(call[array_name(node)][:, :, number], sizes[kind], xp)
         added = {"row": (..., None), "column": (..., None, slice(None))}.get(kind, ...)
-        return Interval(*(x[added] for x in found))
+        return Interval(*(x[added] for x in interval))
 
     rows, columns = (axis_interval(n, block, xp) for n, block in ((dims.T, block_q), (dims.S, block_k)))
     every, some, _ = bounds(rule, {"i": Interval(*(x[:, None] for x in rows[:2])), "j": columns}, operand, xp)

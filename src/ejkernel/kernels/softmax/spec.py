@@ -344,15 +344,15 @@ def _function_mask(rule: Rule, indices: Indices | None, dims: Dimensions) -> Mas
     if indices is None:
         return plain.recognised(rule)
     if indices.whole is not None:
-        found = MaskInfo(*indices.whole).recognised(rule)
+        shown = MaskInfo(*indices.whole).recognised(rule)
     elif indices.k is indices.q:  # within a sequence, differences of indices are those in the row
-        found = plain.recognised(rule, differences_alone=True)
+        shown = plain.recognised(rule, differences_alone=True)
     else:
-        found = dataclasses.replace(plain, rule=rule)
-    taken: dict[str, Any] = {"q_len": dims.T, "kv_len": dims.S, "rule": found.rule and indices.counted(found.rule)}
-    if found.q_ids is not None:
-        taken |= {"q_ids": _entries(found.q_ids, indices.q), "kv_ids": _entries(found.kv_ids, indices.k)}
-    return dataclasses.replace(found, **taken)
+        shown = dataclasses.replace(plain, rule=rule)
+    taken: dict[str, Any] = {"q_len": dims.T, "kv_len": dims.S, "rule": shown.rule and indices.counted(shown.rule)}
+    if shown.q_ids is not None:
+        taken |= {"q_ids": _entries(shown.q_ids, indices.q), "kv_ids": _entries(shown.kv_ids, indices.k)}
+    return dataclasses.replace(shown, **taken)
 
 
 @jax.jit

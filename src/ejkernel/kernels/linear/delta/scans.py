@@ -10,6 +10,7 @@ Once it is known what tokens write, d, all is linear attention with d for values
 where those with r lack what a token gives itself.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,7 @@ def forward(call: Call, run_scan: RunScan) -> tuple[Arrays, Arrays]:
     return {name: x for name, x in outputs.items() if x is not None}, residuals  # pyright: ignore
 
 
-def backward(call: Call, residuals: Arrays, cotangents: Arrays, run_scan: RunScan) -> Arrays:
+def backward(call: Call, residuals: Arrays, cotangents: Arrays, run_scan: Callable[[Scan], Any]) -> Arrays:
     """Every gradient; scans for those that nobody uses are left out by the compiler."""
     trained = {name: call[name] for name in _TOKENS if name in call}
     (query, key, erase, value), pull = jax.vjp(lambda x: _scanned(call, x), trained)
@@ -78,27 +79,17 @@ def backward(call: Call, residuals: Arrays, cotangents: Arrays, run_scan: RunSca
     plain = replace(forward_scan(call), erase=None, with_written=False, with_out=True, with_state=False)
     reverse = replace(plain, descending=True, deferred=True, start=end)
     unscaled = {"scale": 1.0, "start": None}
-    with_start = "initial_state" in call
-    y = run_scan(replace(reverse, a=key, b=query, c=dout, with_state=with_start))
-    left = run_scan(
-        replace(
-            reverse,
-            **unscaled,
-            a=key,
-            b=erase,
-            c=y.out,
-            erase=key,
-            with_written=True,
-            with_out=False,
-            with_state=with_start,
-        )
-    )
+    with_dstart = replace(reverse, with_state="initial_state" in call)
+    y = run_scan(replace(with_dstart, a=key, b=query, c=dout))
+    left = replace(with_dstart, **unscaled, a=key, b=erase, c=y.out, erase=key, with_written=True, with_out=False)
+    left = run_scan(left)
     rest = left.written
     # of key channels: what was inside the products of pairs is outside
     of_key = {"inner": None, "outer": plain.inner}
     starts, ends = transposed_state(plain.start), transposed_state(end)
     gates = "g" in call or "gk" in call
-    takes = run_scan(replace(plain, **of_key, a=dout, b=written, c=key, start=starts, factor=query if gates else None))
+    takes = replace(plain, **of_key, a=dout, b=written, c=key, start=starts, factor=query if gates else None)
+    takes = run_scan(takes)
     erases = replace(plain, **of_key, a=rest, b=written, c=key, start=starts, scale=1.0, strict=True)
     erases = run_scan(replace(erases, factor=erase if gates else None))
     erased = replace(reverse, **of_key, **unscaled, a=written, b=rest, c=erase, strict=True)

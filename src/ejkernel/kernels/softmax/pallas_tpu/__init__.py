@@ -113,9 +113,9 @@ def _tiles_of_rule(rule: Expression | None, backward: bool) -> int:
 def _operand_kernels(call: Call) -> list[str]:
     """The kernels for the gradients of a score function's operands."""
     rule = call.spec.rules.score
-    found = [] if rule is None else [node.data[0] for node, _ in slopes(rule).operands]  # pyright: ignore
+    read = [] if rule is None else [node.data[0] for node, _ in slopes(rule).operands]  # pyright: ignore
     kinds = {"drow": {"scalar", "row"}, "dcolumn": {"column"}}
-    return [name for name, of in kinds.items() if of.intersection(found)]
+    return [name for name, of in kinds.items() if of.intersection(read)]
 
 
 def _up(n: int, multiple: int) -> int:

@@ -376,15 +376,14 @@ def _operand_gradient(
     call: Call, tile: Tile, rows: dict[str, Any], block: int, of_keys: bool, slope: Expression
 ) -> jax.Array:
     """Of each (batch, head), what a derivative of the score function by an operand sums to for each query or key."""
-    from ejkernel.kernels.softmax.triton.backward import column_operand_kernel, row_operand_kernel
+    from ejkernel.kernels.softmax.triton.backward import operand_kernel
 
     B, T, S, H, *_ = dimensions(call)
     made = DeviceFunction(slope, layouts_of(call.arrays))
     tile = replace(tile, block_q=min(tile.block_q, block))
     schedule = plan(call, tile.block_q, tile.block_k, "k" if of_keys else "q")
-    launch = _launch(call, tile, B * H, schedule, ROW_BLOCK=block, OPERAND_SLOPE=made)
-    kernel = column_operand_kernel if of_keys else row_operand_kernel
-    return launch.run(kernel, jax.ShapeDtypeStruct((B, H, S if of_keys else T), jnp.float32), **rows)
+    launch = _launch(call, tile, B * H, schedule, ROW_BLOCK=block, OPERAND_SLOPE=made, OF_KEYS=of_keys)
+    return launch.run(operand_kernel, jax.ShapeDtypeStruct((B, H, S if of_keys else T), jnp.float32), **rows)
 
 
 def _row_arrays(call: Call, dout: jax.Array, lse: jax.Array, delta: jax.Array, block: int) -> dict[str, Any]:

@@ -320,7 +320,7 @@ def dbias_kernel(
 
 
 @triton.jit
-def row_operand_kernel(
+def operand_kernel(
     p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
     p_ints, p_floats, p_seeds,
     p_rows, p_index,
@@ -329,80 +329,57 @@ def row_operand_kernel(
     p_doperand,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what a score function reads for each query: of a block of them, summed over keys."""
+    """The gradient of what a score function reads for each query, summed over keys; OF_KEYS, the other way round."""
     i_row, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // C.H, i_bh % C.H
     i_hk = i_h // C.G
-    i_q = i_row * C.BQ
-    o_q = i_q + tl.arange(0, C.BQ)
     options = head_options(
         p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
         s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
     )  # fmt: skip
-    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(S, C.BK), C.LISTS)
+    n_blocks = tl.cdiv(T, C.BQ) if C.OF_KEYS else tl.cdiv(S, C.BK)
+    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, n_blocks, C.LISTS)
     _n, n_all = block_counts(p_row, C.LISTS)
     seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
-    o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
-    b_lse = tl.load(p_lse + o_row)
-    b_delta = tl.load(p_delta + o_row)
-    b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
-    # (BQ,)
-    b_sum = tl.full([C.BQ], 0.0, tl.float32)
-    for n in range(n_all):
-        i_k = block_at(p_row, p_list, n, C.LISTS) * C.BK
-        o_k = i_k + tl.arange(0, C.BK)
+    p_lse += i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK)
+    p_delta += i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK)
+    # this program's own block stays, and blocks of the other side pass
+    i_q, i_k = i_row * C.BQ, i_row * C.BK
+    if C.OF_KEYS:
         b_k, b_v = load_key_block(p_k, p_v, i_b, i_hk, i_k, S, C)
+    else:
+        b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
+        b_lse, b_delta = load_row_sums(p_lse, p_delta, i_q, C)
+    OWN: tl.constexpr = C.BK if C.OF_KEYS else C.BQ
+    # (OWN,)
+    b_sum = tl.full([OWN], 0.0, tl.float32)
+    for n in range(n_all):
+        i_other = block_at(p_row, p_list, n, C.LISTS)
+        if C.OF_KEYS:
+            i_q = i_other * C.BQ
+            b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
+            b_lse, b_delta = load_row_sums(p_lse, p_delta, i_q, C)
+        else:
+            i_k = i_other * C.BK
+            b_k, b_v = load_key_block(p_k, p_v, i_b, i_hk, i_k, S, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
+        o_q, o_k = i_q + tl.arange(0, C.BQ), i_k + tl.arange(0, C.BK)
         _, b_ds, _m = tile_gradient(
             b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, options, T, S,
             scale, soft_cap, keep_scale, threshold, True, C,
         )  # fmt: skip
-        b_sum += tl.sum(b_ds, 1)
-    tl.store(p_doperand + i_bh.to(tl.int64) * T + o_q, b_sum, mask=o_q < T)
+        b_sum += tl.sum(b_ds, 0 if C.OF_KEYS else 1)
+    n_own = S if C.OF_KEYS else T
+    o_own = i_row * OWN + tl.arange(0, OWN)
+    tl.store(p_doperand + i_bh.to(tl.int64) * n_own + o_own, b_sum, mask=o_own < n_own)
 
 
 @triton.jit
-def column_operand_kernel(
-    p_q, p_k, p_v, p_dout, p_lse, p_delta, p_bias, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_mask, p_pattern,
-    p_ints, p_floats, p_seeds,
-    p_rows, p_index,
-    T, S, s_rows_b, s_rows_h, s_pattern_b, s_pattern_h,
-    s_ints_b, s_ints_h, s_floats_b, s_floats_h, scale, soft_cap, keep_scale, threshold,
-    p_doperand,
-    C: tl.constexpr,
-):  # fmt: skip
-    """The gradient of what a score function reads for each key: of a block of them, summed over queries."""
-    i_row, i_bh = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = i_bh // C.H, i_bh % C.H
-    i_hk = i_h // C.G
-    i_k = i_row * C.BK
-    o_k = i_k + tl.arange(0, C.BK)
-    options = head_options(
-        p_bias, p_mask, p_pattern, p_q_seg, p_k_seg, p_q_pos, p_k_pos, p_ints, p_floats, i_b, i_h, T, S,
-        s_pattern_b, s_pattern_h, s_ints_b, s_ints_h, s_floats_b, s_floats_h, C,
-    )  # fmt: skip
-    p_row, p_list = schedule_row(p_rows, p_index, i_b * s_rows_b + i_h * s_rows_h + i_row, tl.cdiv(T, C.BQ), C.LISTS)
-    _n, n_all = block_counts(p_row, C.LISTS)
-    seed = tl.load(p_seeds + i_bh) if C.DROPOUT else tl.full([], 0, tl.uint32)
-    b_k, b_v = load_key_block(p_k, p_v, i_b, i_hk, i_k, S, C)
-    # (BK,)
-    b_sum = tl.full([C.BK], 0.0, tl.float32)
-    for n in range(n_all):
-        i_q = block_at(p_row, p_list, n, C.LISTS) * C.BQ
-        o_q = i_q + tl.arange(0, C.BQ)
-        o_row = i_bh.to(tl.int64) * padded(T, C.ROW_BLOCK) + o_q
-        b_lse = tl.load(p_lse + o_row)
-        b_delta = tl.load(p_delta + o_row)
-        b_q, b_do = load_query_block(p_q, p_dout, i_b, i_h, i_q, T, C)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=C.PRECISION)
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=C.PRECISION)
-        _, b_ds, _m = tile_gradient(
-            b_s, b_dp, b_lse[:, None], b_delta[:, None], o_q[:, None], o_k[None, :], seed, options, T, S,
-            scale, soft_cap, keep_scale, threshold, True, C,
-        )  # fmt: skip
-        b_sum += tl.sum(b_ds, 0)
-    tl.store(p_doperand + i_bh.to(tl.int64) * S + o_k, b_sum, mask=o_k < S)
+def load_row_sums(p_lse, p_delta, i_q, C: tl.constexpr):
+    """(BQ,) of lse and delta of a head."""
+    o_q = i_q + tl.arange(0, C.BQ)
+    return tl.load(p_lse + o_q), tl.load(p_delta + o_q)
 
 
 @triton.jit

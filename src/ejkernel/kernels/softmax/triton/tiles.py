@@ -45,6 +45,7 @@ class Constants:
         WIDE: what 8-bit inputs are computed in, or None.
         MASK_RULE, SCORE_RULE, SCORE_SLOPE: mask and score functions and the latter's derivative, or None.
         OPERAND_SLOPE: in a launch for an operand of the score function, the derivative by it.
+        OF_KEYS: whether that operand has a number for each key, not for each query.
     """
 
     H: int
@@ -90,6 +91,7 @@ class Constants:
     SCORE_RULE: DeviceFunction | None = None
     SCORE_SLOPE: DeviceFunction | None = None
     OPERAND_SLOPE: DeviceFunction | None = None
+    OF_KEYS: bool = False
 
     # keys of a block of the schedule, and how many such a tile has
     @property
