@@ -1,4 +1,4 @@
-"""Linear attention, against flash-linear-attention."""
+"""Linear attention and the delta rule, against flash-linear-attention and jax-linear-attention."""
 
 from benchmarks.linear.cases import TRAINED, Recurrence, all_cases, chain
 from benchmarks.linear.peers import peers
@@ -8,7 +8,7 @@ from ejkernel.kernels.linear.family import FAMILY
 BENCHMARK = Benchmark(
     family=FAMILY,
     module=__name__,
-    help="Linear attention, decays per head and per channel, and a decode step, against flash-linear-attention.",
+    help="Linear attention, the delta rule, and decode steps, against flash-linear-attention and jax-linear-attention.",
     cases=all_cases,
     problem=Recurrence,
     platforms={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("pallas", "xla")},

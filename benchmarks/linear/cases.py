@@ -14,19 +14,33 @@ from jax import lax
 
 from benchmarks.measuring.benchmark import BOTH, FORWARD, Arrays, Chain, DeviceLock
 from ejkernel.family import FLOOR, Truth
+from ejkernel.kernels.linear.delta.reference import reference as delta_reference
+from ejkernel.kernels.linear.delta.spec import canonicalise as delta_call
 from ejkernel.kernels.linear.reference import reference
 from ejkernel.kernels.linear.spec import canonicalise, lightning_decay
 
-# `g` is there with decays per channel only
-TRAINED = ("query", "key", "value", "g")
+# `g` is there where decays are inputs, `beta` in the delta rule
+TRAINED = ("query", "key", "value", "g", "beta")
+OPERATIONS = {
+    "lightning": "lightning_attention",
+    "decode": "lightning_attention",
+    "gla": "gla_attention",
+    "gated delta": "gated_delta_rule",
+    "gated delta decode": "gated_delta_rule",
+    "kimi delta": "kimi_delta_attention",
+}
 LAYER = {"layer_idx": 0, "num_layers": 12}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Lightning attention, GLA with decays per channel, or a decode step of the former: `group` says which.
+    """Lightning attention, GLA with decays per channel, the delta rule, or a decode step: `group` says which.
 
-    Documents are packed, and equally long.
+    Documents are packed, and equally long: of the delta rule by segment ids, else by cumulative lengths.
+
+    Attributes:
+        Hk: heads of queries and keys, where they are fewer.
+        Dv: channels of values, where they are others.
     """
 
     group: str
@@ -38,11 +52,15 @@ class Case:
     unit: str = "ms"
     documents: int | None = None
     passes: tuple[str, ...] = (FORWARD, BOTH)
+    Hk: int | None = None
+    Dv: int | None = None
 
     @property
     def name(self) -> str:
+        heads = f"H{self.H}" if self.Hk is None else f"H{self.Hk}/{self.H}"
+        dims = f"D{self.D}" if self.Dv is None else f"D{self.D}x{self.Dv}"
         packed = "" if self.documents is None else f" {self.documents} documents"
-        return f"{self.group} B{self.B} T{self.T} H{self.H} D{self.D}{packed}"
+        return f"{self.group} B{self.B} T{self.T} {heads} {dims}{packed}"
 
     @property
     def rows(self) -> int:
@@ -51,15 +69,24 @@ class Case:
 
     @property
     def gated(self) -> bool:
-        return self.group == "gla"
+        """Whether decays are those of key channels."""
+        return self.group in ("gla", "kimi delta")
+
+    @property
+    def erases(self) -> bool:
+        return "delta" in self.group
 
     @property
     def decodes(self) -> bool:
-        return self.group == "decode"
+        return self.group.endswith("decode")
 
     @property
     def operations(self) -> tuple[str, ...]:
-        return ("gla_attention" if self.gated else "lightning_attention",)
+        return (OPERATIONS[self.group],)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.rows, self.H, self.D, self.Dv or self.D
 
     def facts(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -67,28 +94,38 @@ class Case:
     def amount(self, what: str) -> float:
         """Bytes: every array read and written once; of a decode, the states."""
         if self.decodes:
-            return 2.0 * 4 * self.B * self.H * self.D * self.D
-        # q, k, v (g) in, out; a backward reads them and dout and writes as many gradients
-        inputs = 4 if self.gated else 3
-        arrays = inputs + 1 if what == FORWARD else 3 * inputs + 2
-        return float(arrays) * self.B * self.T * self.H * self.D * jnp.dtype(self.dtype).itemsize
+            return 2.0 * 4 * math.prod(self.state_shape)
+        # inputs in, out out; a backward reads inputs and dout and writes as many gradients
+        shapes, size = self.shapes(), jnp.dtype(self.dtype).itemsize
+        out = math.prod(shapes.pop("dout"))
+        inputs = sum(math.prod(shape) for shape in shapes.values())
+        return float(size) * (inputs + out if what == FORWARD else 3 * inputs + 2 * out)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of those in the case's dtype."""
-        names = ("query", "key", "value", "dout", *(("g",) if self.gated else ()))
-        return dict.fromkeys(names, (self.B, self.T, self.H, self.D))
+        tokens, Dv = (self.B, self.T), self.Dv or self.D
+        shapes: dict[str, tuple[int, ...]] = {}
+        shapes |= dict.fromkeys(("query", "key"), (*tokens, self.Hk or self.H, self.D))
+        shapes |= dict.fromkeys(("value", "dout"), (*tokens, self.H, Dv))
+        if self.gated:
+            shapes["g"] = (*tokens, self.H, self.D)
+        if self.erases:
+            shapes |= {"g": shapes.get("g", (*tokens, self.H)), "beta": (*tokens, self.H)}
+        return shapes
 
     def structs(self) -> Arrays:
         structs = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in self.shapes().items()}
         if self.decodes:
-            structs["initial_state"] = jax.ShapeDtypeStruct((self.B, self.H, self.D, self.D), jnp.float32)
-        if self.documents is not None:
+            structs["initial_state"] = jax.ShapeDtypeStruct(self.state_shape, jnp.float32)
+        if self.documents is not None and self.erases:
+            structs["segment_ids"] = jax.ShapeDtypeStruct((1, self.T), jnp.int32)
+        elif self.documents is not None:
             structs["cu_seqlens"] = jax.ShapeDtypeStruct((self.documents + 1,), jnp.int32)
         return structs
 
     def arguments(self, arrays: Arrays) -> dict[str, Any]:
         given = {name: x for name, x in arrays.items() if name != "dout" and x is not None}
-        given |= {} if self.gated else LAYER
+        given |= LAYER if self.operations == ("lightning_attention",) else {}
         return given | ({"return_state": True} if self.decodes else {})
 
 
@@ -108,10 +145,15 @@ def all_cases(backend: str, quick: bool) -> list[Case]:
     unit = "ms" if backend == "cpu" else "TB/s"
     decode = case("decode", 4 if backend == "cpu" else 64, 1, unit=unit, passes=(FORWARD,))
     if backend == "cpu":
-        return [case("lightning", 1, T), case("gla", 1, T), case("lightning", 1, T, documents=16), decode]
-    first = [case("lightning", 8, T), case("gla", 8, T), decode]
+        delta = [case("gated delta", 1, T, Hk=H // 2), case("kimi delta", 1, T)]
+        return [case("lightning", 1, T), case("gla", 1, T), *delta, case("lightning", 1, T, documents=16), decode]
+    delta = partial(case, "gated delta", H=32, Hk=16)
+    first = [case("lightning", 8, T), case("gla", 8, T), decode, delta(1, 8192), case("kimi delta", 1, 8192, H=32)]
     if quick:
         return first
+    delta_decode = dataclasses.replace(decode, group="gated delta decode", H=32, Hk=16)
+    first += [delta(4, 8192), delta(1, 32768), delta_decode]
+    first += [case("gated delta", 1, 16384, H=8, Hk=4, documents=16), case("gated delta", 1, 8192, H=30, D=96, Dv=192)]
     long = case("lightning", 1, 16384)
     return [
         *first,
@@ -133,12 +175,19 @@ class Recurrence:
             return jnp.asarray(rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
 
         self.arrays: Arrays = {name: draw(shape, case.dtype) for name, shape in case.shapes().items()}
-        if case.gated:
+        if "g" in self.arrays:
             # as a gate's logarithm of a sigmoid over 16 has them
             self.arrays["g"] = (jax.nn.log_sigmoid(self.arrays["g"].astype(jnp.float32)) / 16).astype(case.dtype)
+        if case.erases:
+            for name in ("query", "key"):
+                x = self.arrays[name].astype(jnp.float32)
+                self.arrays[name] = (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(case.dtype)
+            self.arrays["beta"] = jax.nn.sigmoid(self.arrays["beta"])
         if case.decodes:
-            self.arrays["initial_state"] = draw((case.B, case.H, case.D, case.D), np.float32)
-        if case.documents is not None:
+            self.arrays["initial_state"] = draw(case.state_shape, np.float32)
+        if case.documents is not None and case.erases:
+            self.arrays["segment_ids"] = jnp.asarray(np.arange(case.T)[None] // (case.T // case.documents), jnp.int32)
+        elif case.documents is not None:
             ends = np.linspace(0, case.T, case.documents + 1).astype(np.int32)
             self.arrays["cu_seqlens"] = jnp.asarray(ends)
         jax.block_until_ready(self.arrays)  # PyTorch reads the same memory and knows nothing of JAX's streams
@@ -150,8 +199,9 @@ class Recurrence:
         later ones are larger, so is their rounding.
         """
         case = self.case
-        tokens = {name: self.arrays[name].reshape(case.rows, -1, case.H, case.D) for name in case.shapes()}
-        exact = self._run(_in_pairs, "float32", tokens, device_lock)
+        shapes = case.shapes()
+        tokens = {name: self.arrays[name].reshape(case.rows, -1, *shape[2:]) for name, shape in shapes.items()}
+        exact = self._run(_by_token if case.erases else _in_pairs, "float32", tokens, device_lock)
         naive = [dict.fromkeys(one, 0.0) for one in exact]
         if case.dtype != "float32":
             first = {name: x[:, :_FIRST] for name, x in tokens.items()}
@@ -165,12 +215,13 @@ class Recurrence:
             ]
         floor = FLOOR * max(1.0, math.sqrt(case.T / 256))
         largest = [max(_largest(x) for x in one.values()) for one in exact]
-        outputs = [{name: x.reshape(case.B, case.T, case.H, case.D) for name, x in one.items()} for one in exact]
+        shapes |= {f"d{name}": shape for name, shape in shapes.items()} | {"out": shapes["dout"]}
+        outputs = [{name: x.reshape(shapes[name]) for name, x in one.items()} for one in exact]
         return [Truth(one, errors, floor * most) for one, errors, most in zip(outputs, naive, largest, strict=True)]
 
     def _run(self, attend: "Attend", dtype: str, tokens: Arrays, device_lock: DeviceLock) -> list[Arrays]:
         case = self.case
-        state = self.arrays.get("initial_state", jnp.zeros((case.rows, case.H, case.D, case.D)))
+        state = self.arrays.get("initial_state", jnp.zeros(case.state_shape))
         # no autotuning: it would run on the device while another process measures
         options = {"xla_gpu_autotune_level": 0}
         program = jax.jit(partial(_defined, case, attend, jnp.dtype(dtype)), compiler_options=options)
@@ -201,9 +252,9 @@ def _defined(case: Case, attend: Attend, dtype: Any, tokens: Arrays, state: jax.
 
     def attend_all(trained: Arrays) -> jax.Array:
         size = min(_BLOCK, T)
-        blocks = {n: jnp.moveaxis(x.reshape(rows, -1, size, case.H, case.D), 1, 0) for n, x in trained.items()}
+        blocks = {n: jnp.moveaxis(x.reshape(rows, -1, size, *x.shape[2:]), 1, 0) for n, x in trained.items()}
         _, out = lax.scan(jax.checkpoint(partial(attend, case, dtype)), state, blocks)
-        return jnp.moveaxis(out, 0, 1).reshape(rows, T, case.H, case.D)
+        return jnp.moveaxis(out, 0, 1).reshape(rows, T, *out.shape[3:])
 
     if BOTH not in case.passes:
         return [{"out": attend_all(trained)}]
@@ -214,12 +265,14 @@ def _defined(case: Case, attend: Attend, dtype: Any, tokens: Arrays, state: jax.
 
 def _by_token(case: Case, dtype: Any, state: jax.Array, tokens: Arrays) -> tuple[jax.Array, jax.Array]:
     """By the definition; the state that is handed on is float32, as in every kernel."""
-    decay = None if case.gated else jnp.asarray(lightning_decay(case.H, **LAYER))
+    given: dict[str, Any] = {"initial_state": state}
+    if not case.gated and not case.erases:
+        given["g_gamma"] = jnp.asarray(lightning_decay(case.H, **LAYER))
+    canonical, definition = (delta_call, delta_reference) if case.erases else (canonicalise, reference)
     exact, narrow = (
-        canonicalise(**{name: x.astype(d) for name, x in tokens.items()}, g_gamma=decay, initial_state=state)
-        for d in (jnp.dtype("float32"), dtype)
+        canonical(**{name: x.astype(d) for name, x in tokens.items()}, **given) for d in (jnp.dtype("float32"), dtype)
     )
-    return reference(exact)["state"][:, 0], reference(narrow, dtype)["out"]
+    return definition(exact)["state"][:, 0], definition(narrow, dtype)["out"]
 
 
 def _in_pairs(case: Case, dtype: Any, state: jax.Array, tokens: Arrays) -> tuple[jax.Array, jax.Array]:
