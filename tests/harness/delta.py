@@ -183,10 +183,18 @@ CASES = (
     Case("segments-channel-bfloat16", ids=SEGMENTS, state=False, g="channel", dtype="bfloat16"),
 )
 
-# what interpreters, which take long, are given
-CORE_IDS = (
-    "T64-grouped", "T130-grouped", "plain-no-beta", "channel", "token-mixed", "channel-mixed", "channel-resets",
-    "both", "erase", "D24-Dv40", "repeated-bfloat16", "token-bfloat16", "token-float16", "packed", "packed-channel",
-    "segments",
+# what a CPU's XLA leaves to GPUs: each is near another that it runs, and most are given to the interpreter of Triton
+FOR_GPUS_IDS = (
+    "T64-grouped", "token-strong", "channel-resets", "write", "both-plain", "D24-Dv40", "token-float16",
+    "repeated", "plain", "segments-plain",
+)  # fmt: skip
+FOR_GPUS = tuple(case for case in CASES if case.id in FOR_GPUS_IDS)
+
+# what interpreters, which take long, are given: that of TPUs, whose every step is slow, those that meet most
+CORE_IDS = ("T130-grouped", "channel-mixed", "both", "repeated-bfloat16", "packed-channel", "segments")
+TRITON_IDS = (
+    "T64-grouped", "plain-no-beta", "channel", "token-mixed", "channel-resets", "erase", "D24-Dv40", "token-bfloat16",
+    "token-float16", "packed",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)
+TRITON = tuple(case for case in CASES if case.id in TRITON_IDS)

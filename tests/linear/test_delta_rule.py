@@ -14,12 +14,24 @@ from ejkernel.kernels.linear.delta.spec import canonicalise
 from ejkernel.modules import gated_delta_rule, kimi_delta_attention, recurrent_attention
 from harness import by_case, evaluate, normal
 from harness.checks import Arrays
-from harness.delta import CASES, CORE, CORE_IDS, SEGMENTS, Case, check_case
+from harness.delta import (
+    CASES,
+    CORE,
+    CORE_IDS,
+    FOR_GPUS,
+    FOR_GPUS_IDS,
+    SEGMENTS,
+    TRITON,
+    TRITON_IDS,
+    Case,
+    check_case,
+)
 from harness.linear import named
+from harness.platforms import PLATFORMS
 from tolerances import assert_close, wide
 
 
-@by_case(CASES)
+@by_case(CASES, for_gpus=FOR_GPUS)
 def test_case(case: Case, native):
     check_case(case, native)
 
@@ -29,9 +41,14 @@ def test_core_case(case: Case, interpreted):
     check_case(case, interpreted)
 
 
+@by_case(TRITON)
+def test_case_of_triton(case: Case):
+    check_case(case, next(platform for platform in PLATFORMS if platform.name == "triton" and platform.interpreted))
+
+
 def test_ids_are_unique_and_known():
     ids = [case.id for case in CASES]
-    assert len(set(ids)) == len(ids) and set(CORE_IDS) <= set(ids)
+    assert len(set(ids)) == len(ids) and {*CORE_IDS, *TRITON_IDS, *FOR_GPUS_IDS} <= set(ids)
 
 
 def attend(given, **options):
