@@ -5,11 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import gated_delta_product, gated_delta_rule, mamba2_attention, rwkv7_attention
+from ejkernel.modules import (
+    gated_delta_product,
+    gated_delta_rule,
+    mamba2_attention,
+    recurrent_attention,
+    rwkv7_attention,
+)
 from harness import evaluate, normal
 from harness.checks import Arrays
 from harness.linear import named
-from tolerances import assert_close
+from tolerances import assert_close, wide
 
 B, T, H, Hk, D, DV = 2, 21, 4, 2, 8, 6
 
@@ -103,16 +109,76 @@ def test_mamba_2(groups):
     agree(lambda x: named(mamba2_attention(**x, return_state=True)), definition, given)
 
 
+PACKINGS = {"cu_seqlens": np.array([0, 5, 9]), "segment_ids": np.array([0] * 5 + [1] * 4 + [-1] * 3)}
+LONG = (1, 12, 2, 4)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("function", ["rwkv7", "mamba2", "normalised"])
+def test_nan_in_padding_is_not_read(function, name):
+    """Not by what is computed before a kernel either, forward or backward."""
+    packing = {name: PACKINGS[name]}
+    padded = np.arange(12) >= 9
+    if function == "rwkv7":
+        given: Arrays = {n: 0.3 * normal(n, LONG) for n in "rwkvab"}
+        call = rwkv7_attention
+    elif function == "mamba2":
+        given = {"x": normal("x", LONG), "dt": jax.nn.softplus(normal("dt", LONG[:3])), "A": -jnp.ones(2)}
+        given |= {"B": normal("B", (1, 12, 1, 4)), "C": normal("C", (1, 12, 1, 4)), "D": normal("D", (2,))}
+        call = mamba2_attention
+    else:
+        given = {n: normal(n, LONG) for n in ("query", "key", "value")}
+        packing["qk_norm"] = True
+        call = gated_delta_rule
+
+    def bad(x):
+        return jnp.where(padded.reshape(1, 12, *(1,) * (x.ndim - 2)), jnp.nan, x) if x.ndim > 1 else x
+
+    cotangents = {"out": normal("dout", LONG)}
+    clean = evaluate(lambda x: named(call(**x, **packing)), given, cotangents)
+    poisoned = evaluate(lambda x: named(call(**x, **packing)), {n: bad(x) for n, x in given.items()}, cotangents)
+    assert not np.asarray(clean[0]["out"])[:, 9:].any()
+    for got, expected in zip(poisoned, clean, strict=True):
+        for array in expected:
+            np.testing.assert_array_equal(got[array], expected[array])
+
+
+def test_decays_of_heads_leave_padding_alone():
+    given = {n: normal(n, LONG) for n in ("query", "key", "value")}
+    ids = np.array([0] * 9 + [-1] * 3)
+    state = recurrent_attention(**given, g_gamma=-1.0, segment_ids=ids, return_state=True)[1]
+    short = {n: x[:, :9] for n, x in given.items()}
+    assert_close({"state": state}, {"state": recurrent_attention(**short, g_gamma=-1.0, return_state=True)[1]})
+
+
+def test_rwkv_7_in_float16():
+    """What reads the state is multiplied by the inverse of a decay, which float16 does not hold."""
+    x = jnp.ones((1, 4, 1, 4), "float16")
+    given = (x, -12 * x, x / 4, x, -x / 2, x / 4)
+    exact = rwkv7_attention(*(y.astype(jnp.float32) for y in given))
+    np.testing.assert_allclose(wide(rwkv7_attention(*given)), wide(exact), rtol=2e-3)
+
+
 Q, V = normal("query", (B, T, H, D)), normal("value", (B, T, H, DV))
 BAD = {
     "writes": (lambda: gated_delta_product(Q, Q, V), "must have one dimension more than query"),
     "product": (lambda: gated_delta_product(Q, Q[:, :, None], V[:, :3, None]), "must begin with (2, 21, 1)"),
-    "product-beta": (lambda: gated_delta_product(Q, Q[:, :, None], V[:, :, None], None, Q[..., 0]), "needed (batch, l"),
+    "product-beta": (
+        lambda: gated_delta_product(Q, Q[:, :, None], V[:, :, None], None, Q[..., 0]),
+        "beta has shape (2, 21, 4), needed (2, 21, 1, 4)",
+    ),
     "rwkv": (lambda: rwkv7_attention(Q, Q, Q, V, Q, Q[:, 1:]), "b (2, 20, 4, 8) must have the shape of r"),
     "mamba-dt": (lambda: mamba2_attention(V, V, Q[0, 0, :, 0], Q, Q), "dt (2, 21, 4, 6) must have the shape of x"),
     "mamba-A": (lambda: mamba2_attention(V, V[..., 0], V[0, 0, 0], Q, Q), "A has shape (6,), needed one number a head"),
     "mamba-B": (lambda: mamba2_attention(V, V[..., 0], V[0, 0, :, 0], Q, Q[:, :, :3]), "B (2, 21, 4, 8) and C"),
     "mamba-D": (lambda: mamba2_attention(V, V[..., 0], V[0, 0, :, 0], Q, Q, V), "D has shape (2, 21, 4, 6), needed"),
+    "product-swapped": (
+        lambda: gated_delta_product(Q, Q[:, :, None], V[:, :, None], None, jnp.ones((B, 1, T, H))),
+        "beta has shape (2, 1, 21, 4), needed (2, 21, 1, 4)",
+    ),
+    "rwkv-heads": (lambda: rwkv7_attention(Q, Q, Q, V[:, :, :2], Q, Q), "v (2, 21, 2, 6) must have the batch, length"),
+    "scale": (lambda: gated_delta_rule(Q, Q, V, softmax_scale=0), "softmax_scale=0.0 must not be 0"),
+    "wide-ids": (lambda: gated_delta_rule(Q, Q, V, segment_ids=np.full(T, 2**32)), "segment_ids must fit in int32"),
     "segments": (
         lambda: gated_delta_rule(Q, Q, V, segment_ids=np.zeros((B, T), int), cu_seqlens=np.array([0, 3])),
         "cu_seqlens packs sequences into one row",

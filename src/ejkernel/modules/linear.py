@@ -268,4 +268,4 @@ def mamba2_attention(
     call = mamba2_call(x, dt, A, B, C, initial_state, cu_seqlens, segment_ids=segment_ids, return_state=return_state)
     split = shards(x.shape, mesh, in_specs, out_specs)
     outputs = run(MAMBA2_ATTENTION, call, platform=platform, cfg=cfg, shards=split)
-    return finish(call, with_skipped(outputs, x, D), x.shape)
+    return finish(call, with_skipped(outputs, x, D, segment_ids, cu_seqlens), x.shape)

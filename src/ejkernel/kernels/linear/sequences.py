@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.checks.arrays import cumulative_lengths, float_array, integers
+from ejkernel.checks.arrays import cumulative_lengths, float_array, int_array, integers
 from ejkernel.kernels.common.batch import Batch, folded
 from ejkernel.kernels.linear.chunks import LEAST_DECAY
 from ejkernel.ops.operation import Arrays
@@ -45,7 +45,7 @@ def segmented(arrays: Arrays, segment_ids: Any, batch: Batch, reverse: bool = Fa
         if name in arrays:
             raise ValueError(f"segment_ids are not for calls with {name}: a segment begins with a state of zeros")
     B, T, *_ = arrays["value"].shape
-    ids = integers("segment_ids", segment_ids, 1, len(batch) + 1)
+    ids = int_array("segment_ids", segment_ids)
     if ids.shape not in ((T,), (*batch, T)):
         raise ValueError(f"segment_ids have shape {ids.shape}, needed {(*batch, T)}")
     return _forgetting(arrays, jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (*batch, T)).reshape(B, T), reverse)
@@ -62,6 +62,42 @@ def _forgetting(arrays: Arrays, ids: jax.Array, reverse: bool) -> Arrays:
     def real(x: jax.Array) -> jax.Array:
         return jnp.where(token.reshape(B, T, *(1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
 
-    arrays = {name: x if name == "g_gamma" else real(x) for name, x in arrays.items()}
+    # what all tokens of a head have is a decay of each, but for padding
+    of_heads = arrays.get("g_gamma")
+    arrays = {name: real(x) for name, x in arrays.items() if name != "g_gamma"}
     g = arrays["g"] if "g" in arrays else jnp.zeros((B, T, H), jnp.float32)
+    if of_heads is not None:
+        g = g.astype(jnp.float32) + real(jnp.broadcast_to(of_heads[:, None], (B, T, H)))
     return arrays | {"g": jnp.where(starts[..., None], jnp.full_like(g, LEAST_DECAY), g)}
+
+
+def without_padding_tokens(
+    arrays: tuple[jax.Array, ...], segment_ids: Any, cu_seqlens: Any, batch: Batch, T: int
+) -> tuple[jax.Array, ...]:
+    """Arrays (*batch, T, ...) with zeros for padding, before anything is computed of it: it may be nan.
+
+    Ids and lengths that do not fit are refused later.
+    """
+    if segment_ids is not None:
+        ids = int_array("segment_ids", segment_ids)
+        return _of_tokens(arrays, ids, batch) if ids.shape in ((T,), (*batch, T)) else arrays
+    if cu_seqlens is not None:
+        lengths = integers("cu_seqlens", cu_seqlens, 1)
+        return _of_lengths(arrays, jnp.asarray(lengths, jnp.int32), batch) if lengths.size else arrays
+    return arrays
+
+
+@partial(jax.jit, static_argnums=2)
+def _of_tokens(arrays: tuple[jax.Array, ...], ids: jax.Array, batch: Batch) -> tuple[jax.Array, ...]:
+    token = jnp.broadcast_to(ids >= 0, (*batch, ids.shape[-1]))
+
+    def real(x: jax.Array) -> jax.Array:
+        return jnp.where(token.reshape(*token.shape, *(1,) * (x.ndim - token.ndim)), x, jnp.zeros_like(x))
+
+    return tuple(map(real, arrays))
+
+
+@partial(jax.jit, static_argnums=2)
+def _of_lengths(arrays: tuple[jax.Array, ...], lengths: jax.Array, batch: Batch) -> tuple[jax.Array, ...]:
+    token = np.arange(arrays[0].shape[len(batch)], dtype=np.int32)
+    return _of_tokens(arrays, jnp.where(token < lengths[-1], 0, -1), batch)

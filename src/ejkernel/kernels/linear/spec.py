@@ -12,7 +12,7 @@ from ejkernel.checks.arrays import float_array
 from ejkernel.checks.options import flag, static_int
 from ejkernel.kernels.common.batch import Batch, folded, unfolded
 from ejkernel.kernels.common.scale import with_static_scale
-from ejkernel.kernels.linear.sequences import first_states, packing, segmented
+from ejkernel.kernels.linear.sequences import first_states, packing, segmented, without_padding_tokens
 from ejkernel.ops import Call, Dims
 
 ARRAYS = {
@@ -92,9 +92,7 @@ def canonicalise(
     if g is not None and float_array("g", g).ndim == query.ndim:
         g = of_shape("g", g, shapes["gk"])
         g, gk = None, g if gk is None else g.astype(jnp.float32) + float_array("gk", gk).astype(jnp.float32)
-    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
-    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
-        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
+    query, scale = scaled(query, softmax_scale)
     arrays = {"query": folded(query), "key": folded(key), "value": folded(value)}
     for name, gate in {"g": g, "gk": gk, "gv": gv}.items():
         if gate is not None:
@@ -113,6 +111,14 @@ def canonicalise(
         constant_gamma=not isinstance(g_gamma, jax_core.Tracer),
     )
     return Call(spec, {name: arrays[name] for name in ARRAYS if name in arrays})
+
+
+def scaled(query: jax.Array, softmax_scale: Any) -> tuple[jax.Array, float]:
+    """The queries and a static scale, which is not 0: gradients of states are kept without it."""
+    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
+    if not _SCALES.tiny <= abs(scale) <= _SCALES.max:
+        raise ValueError(f"softmax_scale={scale} must not be 0, the output would be, and lie within float32")
+    return query, scale
 
 
 def gla_call(
@@ -157,6 +163,8 @@ def mamba2_call(
     C: Any,
     initial_state: Any = None,
     cu_seqlens: Any = None,
+    *,
+    segment_ids: Any = None,
     **options: Any,
 ) -> Call:
     """The canonical call of Mamba-2: B are keys and C queries, groups of heads share them; dt multiplies the values."""
@@ -167,13 +175,20 @@ def mamba2_call(
         raise ValueError(f"dt {dt.shape} must have the shape of x {x.shape} without its channels; {LAYOUT}")
     if A.shape != x.shape[-2:-1]:
         raise ValueError(f"A has shape {A.shape}, needed one number a head, {x.shape[-2:-1]}")
-    if B.shape != C.shape or B.ndim != x.ndim or B.shape[:-2] != x.shape[:-2] or x.shape[-2] % B.shape[-2]:
+    if (
+        0 in B.shape[-2:]
+        or B.shape != C.shape
+        or B.ndim != x.ndim
+        or B.shape[:-2] != x.shape[:-2]
+        or x.shape[-2] % B.shape[-2]
+    ):
         raise ValueError(
             f"B {B.shape} and C {C.shape} must be (batch, length, groups, state), and groups divide the heads of "
             f"x {x.shape}"
         )
+    x, dt, B, C = without_padding_tokens((x, dt, B, C), segment_ids, cu_seqlens, x.shape[:-3], x.shape[-3])
     values, decays, key, query = _mamba2_arrays(x, dt, A, B, C)
-    given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "softmax_scale": 1.0}
+    given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "softmax_scale": 1.0, "segment_ids": segment_ids}
     return canonicalise(query, key, values, decays, **given, **options)
 
 
@@ -235,13 +250,16 @@ def at_last_write(outputs: dict[str, jax.Array], writes: int) -> dict[str, jax.A
     return outputs | {"out": outputs["out"][:, writes - 1 :: writes]}
 
 
-def with_skipped(outputs: dict[str, jax.Array], x: jax.Array, D: Any) -> dict[str, jax.Array]:
+def with_skipped(
+    outputs: dict[str, jax.Array], x: jax.Array, D: Any, segment_ids: Any, cu_seqlens: Any
+) -> dict[str, jax.Array]:
     """Mamba-2's outputs with D * x, where D is (H,) or (H, P)."""
     if D is None:
         return outputs
     D = float_array("D", D)
     if D.shape not in (x.shape[-2:-1], x.shape[-2:]):
         raise ValueError(f"D has shape {D.shape}, needed {x.shape[-2:-1]} or {x.shape[-2:]}")
+    (x,) = without_padding_tokens((x,), segment_ids, cu_seqlens, x.shape[:-3], x.shape[-3])
     return outputs | {"out": _skipped(outputs["out"], folded(x), D)}
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from ejkernel.checks.arrays import as_array, check_cumulative, float_array, integers
 from ejkernel.kernels.linear.delta.spec import canonicalise
-from ejkernel.kernels.linear.spec import LAYOUT
+from ejkernel.kernels.linear.sequences import without_padding_tokens
+from ejkernel.kernels.linear.spec import LAYOUT, of_shape
 from ejkernel.ops import Call
 
 # below, a state is not read before it has decayed: exp(12) is multiplied into what reads it
@@ -30,6 +31,8 @@ def product_call(
 ) -> Call:
     """The call of a gated delta product, each of whose tokens is n, the last of which has its output."""
     query, key, value = float_array("query", query), float_array("key", key), float_array("value", value)
+    if query.ndim < 3:
+        raise ValueError(f"query must have 4 dimensions, got shape {query.shape}; {LAYOUT}")
     if key.ndim != query.ndim + 1 or value.ndim != query.ndim + 1:
         raise ValueError(
             f"key {key.shape} and value {value.shape} must have one dimension more than query {query.shape}: "
@@ -41,13 +44,13 @@ def product_call(
     wanted = (*query.shape[:-2], n)
     if key.shape[:-2] != wanted or value.shape[:-2] != wanted:
         raise ValueError(f"key {key.shape} and value {value.shape} must begin with {wanted}, as query {query.shape}")
+    *batch, T, _, D = query.shape
+    H = value.shape[-2]
     if g is not None:
-        g = _at_write(float_array("g", g), n, 0, query.ndim - 3)
+        shape = (*batch, T, H, D) if float_array("g", g).ndim == query.ndim else (*batch, T, H)
+        g = _at_write(of_shape("g", g, shape), n, 0, query.ndim - 3)
     if beta is not None:
-        beta = float_array("beta", beta)
-        if beta.ndim != query.ndim:
-            raise ValueError(f"beta has shape {beta.shape}, needed (batch, length, writes, heads)")
-        beta = _merged(beta, query.ndim - 3)
+        beta = _merged(of_shape("beta", beta, (*batch, T, n, H)), query.ndim - 3)
     return canonicalise(
         _at_write(query, n, n - 1, query.ndim - 3),
         _merged(key, query.ndim - 3),
@@ -86,7 +89,11 @@ def rwkv7_call(
     for name, x in arrays.items():
         if x.shape != r.shape or x.ndim < 3:
             raise ValueError(f"{name} {x.shape} must have the shape of r {r.shape}; {LAYOUT}")
+    if v.shape[:-1] != r.shape[:-1]:
+        raise ValueError(f"v {v.shape} must have the batch, length and heads of r {r.shape}; {LAYOUT}")
     length = r.ndim - 3
+    tokens = (r, w, k, v, a, b)
+    r, w, k, v, a, b = without_padding_tokens(tokens, segment_ids, cu_seqlens, r.shape[:-3], r.shape[-3])
     decay, erase = _decay_and_erase(w, a)
     return canonicalise(
         _at_write(r, 2, 1, length),
@@ -128,7 +135,8 @@ def _multiplied(x: jax.Array, n: int) -> jax.Array:
 @jax.jit
 def _decay_and_erase(w: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
     decay = jnp.maximum(w.astype(jnp.float32), LEAST_RWKV_DECAY)
-    return decay, (-a.astype(jnp.float32) * jnp.exp(-decay)).astype(a.dtype)
+    erase = -a.astype(jnp.float32) * jnp.exp(-decay)
+    return decay, erase if a.dtype == jnp.float16 else erase.astype(a.dtype)  # float16 may not hold it
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

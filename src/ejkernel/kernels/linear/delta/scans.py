@@ -56,7 +56,7 @@ def _scanned(call: Call, arrays: Arrays) -> tuple[jax.Array, ...]:
     erase = arrays.get("erase_key")
     if erase is None:
         erase = key if beta is None else (beta * key.astype(jnp.float32)).astype(key.dtype)
-    return query, key, erase.astype(key.dtype), value
+    return query, key, erase if key.dtype == jnp.float16 else erase.astype(key.dtype), value
 
 
 def forward(call: Call, run_scan: RunScan) -> tuple[Arrays, Arrays]:

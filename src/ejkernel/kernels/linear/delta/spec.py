@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from ejkernel.checks.arrays import float_array
 from ejkernel.checks.options import flag
 from ejkernel.kernels.common.batch import Batch, folded
-from ejkernel.kernels.common.scale import with_static_scale
-from ejkernel.kernels.linear.sequences import first_states, packing, segmented
-from ejkernel.kernels.linear.spec import LAYOUT, of_shape
+from ejkernel.kernels.linear.sequences import first_states, packing, segmented, without_padding_tokens
+from ejkernel.kernels.linear.spec import LAYOUT, of_shape, scaled
 from ejkernel.ops import Call, Dims
 
 ARRAYS = {
@@ -89,8 +88,9 @@ def canonicalise(
     if beta is not None and erase_key is not None and write_gate is not None:
         raise ValueError("beta says nothing beside both erase_key (beta * key without it) and write_gate (beta)")
     if flag("qk_norm", qk_norm):
+        query, key = without_padding_tokens((query, key), segment_ids, cu_seqlens, batch, T)
         query, key = _normalised(query), _normalised(key)
-    query, scale = with_static_scale("softmax_scale", query, softmax_scale)
+    query, scale = scaled(query, softmax_scale)
     arrays = {"query": folded(query), "key": folded(key), "value": folded(value)}
     per_channel = g is not None and float_array("g", g).ndim == query.ndim
     shapes = {
@@ -119,6 +119,8 @@ def kimi_call(
     **options: Any,
 ) -> Call:
     """The canonical call of Kimi delta attention: decays of channels. The options are those of `canonicalise`."""
+    if beta is None:
+        raise ValueError("beta is needed; gated_delta_rule is without")
     if float_array("g", g).ndim != float_array("query", query).ndim:
         raise ValueError(f"g has shape {g.shape}, needed log decays of every channel, (batch, length, heads, head_dim)")
     return canonicalise(query, key, value, g, beta, initial_state, cu_seqlens, **options)
