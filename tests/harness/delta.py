@@ -153,6 +153,7 @@ BOTH = ("erase_key", "write_gate")
 
 CASES = (
     Case("T1", T=1),
+    Case("T5-channel-packed", T=9, g="channel", H=4, cu=(0, 3, 3, 8), more=("write_gate",)),
     Case("T64-grouped", T=64, H=4),
     Case("T130-grouped", T=130, H=4, Dv=32, state=False),
     Case("plain", g=None, state=False, final=False),
@@ -193,7 +194,8 @@ FOR_GPUS = tuple(case for case in CASES if case.id in FOR_GPUS_IDS)
 # what interpreters, which take long, are given: that of TPUs, whose every step is slow, those that meet most
 CORE_IDS = ("T130-grouped", "channel-mixed", "both", "repeated-bfloat16", "packed-channel", "segments")
 TRITON_IDS = (
-    "T64-grouped", "plain-no-beta", "channel", "token-mixed", "channel-resets", "erase", "D24-Dv40", "token-bfloat16",
+    "T1", "T5-channel-packed", "T64-grouped", "plain-no-beta", "channel", "token-mixed", "channel-resets", "erase",
+    "D24-Dv40", "token-bfloat16",
     "token-float16", "packed",
 )  # fmt: skip
 CORE = tuple(case for case in CASES if case.id in CORE_IDS)

@@ -159,9 +159,9 @@ def without_bands(rule: Rule | None, offset: int) -> tuple[Band, Rule | None]:
     """The band among the conditions of a mask rule, for ends `offset` apart, and what is left of it."""
     band, rest = Band(), []
     for term in conditions(rule.expression) if rule else []:
-        found = band_of(term)
-        if found is None:
+        limits = band_of(term)
+        if limits is None:
             rest.append(term)
         else:
-            band &= Band(*(None if x is None else x - offset for x in found))
+            band &= Band(*(None if x is None else x - offset for x in limits))
     return band, Rule(reduce(operator.and_, rest), rule.arrays) if rule and rest else None

@@ -50,8 +50,8 @@ def with_pair_rules(
     if offsets is not None and offsets.queries is offsets.keys:
         offset = 0
     if offsets is None or offsets.queries is offsets.keys:
-        found, mask = without_bands(mask, offset)
-        band &= found
+        bands, mask = without_bands(mask, offset)
+        band &= bands
     if offsets is not None:
         # where tokens stand in their sequences
         q, k = (packed_lengths(x, x, cu, cu).kv_positions for x, cu in zip((query, key), offsets, strict=True))
@@ -79,8 +79,8 @@ def _bounds(pairs: PairOptions, sizes: tuple[int, int, int, int], like: Tensor) 
             continue
         if not isinstance(given, tuple | list) or len(given) != 2:
             raise TypeError(f"{name} must be a pair (starts, ends), got {type(given).__name__}")
-        found = (limits(f"{name}[{n}]", x, (*sizes[:2], length), like) for n, x in enumerate(given))
-        rules.append(bounds_rule(*found, of_keys=name == "key_bounds"))
+        pair = (limits(f"{name}[{n}]", x, (*sizes[:2], length), like) for n, x in enumerate(given))
+        rules.append(bounds_rule(*pair, of_keys=name == "key_bounds"))
     return rules
 
 

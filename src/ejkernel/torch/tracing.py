@@ -166,13 +166,13 @@ class _Trace:
         )
 
     def _index(self, i: Any, size: int) -> Expression:
-        found = None if i is None or isinstance(i, slice | list) or i is Ellipsis else self.expression(i)
-        if found is None or found.dtype != INT:
+        index = None if i is None or isinstance(i, slice | list) or i is Ellipsis else self.expression(i)
+        if index is None or index.dtype != INT:
             raise NotAnExpression(f"{self.signature}: a tensor is indexed by {i!r:.40}, needed integers; {_WHAT_WORKS}")
-        if found.name == CONST and not -size <= found.data < size:
-            raise IndexError(f"{self.signature}: index {found.data} of {size}")
+        if index.name == CONST and not -size <= index.data < size:
+            raise IndexError(f"{self.signature}: index {index.data} of {size}")
         # a negative one counts from the end
-        return select(found < 0, found + size, found)
+        return select(index < 0, index + size, index)
 
     def _loaded(self, x: Tensor, index: tuple[Expression, ...]) -> Expression:
         number = next((n for n, known in enumerate(self._read) if known is x), len(self._read))
@@ -209,10 +209,10 @@ _WHAT_WORKS = (
 
 def _promoted(trace: _Trace, *args: Any, least: Dtype = BOOL) -> list[Expression]:
     """Operands in one dtype, as PyTorch promotes numbers."""
-    found = [trace.expression(x) for x in args]
+    numbers = [trace.expression(x) for x in args]
     order = (BOOL, INT, FLOAT)
-    dtype = max((least, *(x.dtype for x in found)), key=order.index)
-    return [cast(x, dtype) for x in found]
+    dtype = max((least, *(x.dtype for x in numbers)), key=order.index)
+    return [cast(x, dtype) for x in numbers]
 
 
 def _same(name: str, least: Dtype = BOOL) -> _Operation:
@@ -269,11 +269,11 @@ def _where(trace: _Trace, condition: Any, yes: Any, no: Any) -> Expression:
 
 
 def _clamp(trace: _Trace, x: Any, min: Any = None, max: Any = None) -> Expression:
-    found = trace.expression(x)
+    clipped = trace.expression(x)
     for limit, name in ((min, "max"), (max, "min")):
         if limit is not None:
-            found = apply(name, *_promoted(trace, ScalarProxy(trace, found), limit))
-    return found
+            clipped = apply(name, *_promoted(trace, ScalarProxy(trace, clipped), limit))
+    return clipped
 
 
 def _to(trace: _Trace, x: Any, *args: Any, dtype: Any = None, **_: Any) -> Expression:
@@ -320,8 +320,8 @@ def _relu(trace: _Trace, x: Any, inplace: bool = False) -> Expression:
 
 def _rounded(name: str) -> _Operation:
     def operation(trace: _Trace, x: Any) -> Expression:
-        found = trace.expression(x)
-        return apply(name, found) if found.dtype == FLOAT else found
+        number = trace.expression(x)
+        return apply(name, number) if number.dtype == FLOAT else number
 
     return operation
 
@@ -337,8 +337,8 @@ def _square(trace: _Trace, x: Any) -> Expression:
 
 
 def _detach(trace: _Trace, x: Any) -> Expression:
-    found = trace.expression(x)
-    return apply("stop", found) if found.dtype == FLOAT else found
+    number = trace.expression(x)
+    return apply("stop", number) if number.dtype == FLOAT else number
 
 
 _SMOOTH = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sigmoid", "sin", "cos", "sqrt", "rsqrt")

@@ -41,14 +41,14 @@ class Rules(NamedTuple):
 
 def mask_rule(function: Any, name: str = "mask_fn") -> Rule:
     """A user's function of (b, h, i, j)."""
-    found = traced(function, name, scores=False)
-    return Rule(found.expression, found.arrays)
+    body = traced(function, name, scores=False)
+    return Rule(body.expression, body.arrays)
 
 
 def score_rule(function: Any, name: str = "score_fn") -> Rule:
     """A user's function of (score, b, h, i, j)."""
-    found = traced(function, name, scores=True)
-    return Rule(found.expression, found.arrays)
+    body = traced(function, name, scores=True)
+    return Rule(body.expression, body.arrays)
 
 
 def array_name(node: Expression) -> str:

@@ -10,12 +10,20 @@ import numpy as np
 from jax import lax
 
 from ejkernel.checks.options import config_ints
-from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import chunks, scans
 from ejkernel.kernels.linear.layout import Layout, layout_of
 from ejkernel.kernels.linear.scans import Scan, ScanResult
 from ejkernel.kernels.linear.spec import dimensions
-from ejkernel.kernels.linear.xla_chunks import decayed, from_earlier, hidden_zeros, pair_scores, product, started
+from ejkernel.kernels.linear.xla_chunks import (
+    chunk_of,
+    decayed,
+    from_earlier,
+    hidden_zeros,
+    in_groups,
+    pair_scores,
+    product,
+    started,
+)
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 from ejkernel.ops.sharding import varying_like
@@ -44,8 +52,7 @@ def unsupported(call: Call) -> list[str]:
 
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
-    # no longer than packed sequences are: a chunk belongs to one
-    return Config(min(64, power_of_two(max(1, min(dims.T, max(8, dims.T // max(1, dims.N)))))))
+    return Config(chunk_of(dims.T, dims.N))
 
 
 def search_space(call: Call) -> list[Config]:
@@ -112,16 +119,11 @@ def run_scan(config: Config, scan: Scan) -> ScanResult:
         out = unmerged(out) if scan.with_out and out is not None else None
         return (state, tangent, sums), (out, products, after if scan.with_state and packed else None)
 
-    def grouped(x: Any) -> jax.Array:
-        """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
-        x = jnp.moveaxis(jnp.asarray(x), 1, 0)
-        x = jnp.pad(x, ((0, -rows % group), *((0, 0),) * (x.ndim - 1)))
-        return x.reshape(x.shape[0] // group, group, *x.shape[1:])
-
-    tokens = {name: grouped(x) for name, x in _tokens(scan, layout).items()}
+    tokens = {name: in_groups(x, group) for name, x in _tokens(scan, layout).items()}
+    flags = in_groups(layout.first, group), in_groups(layout.sequence, group)
     states = (starts[:, 0], hidden_zeros(jnp.zeros_like(starts[:, 0])), sums_starts[:, 0])
     states = varying_like(states, (tokens, starts, sums_starts))
-    (state, tangent, _), groups = lax.scan(step, states, (tokens, (grouped(layout.first), grouped(layout.sequence))))
+    (state, tangent, _), groups = lax.scan(step, states, (tokens, flags))
     out, products, after = jax.tree.map(lambda x: x.reshape(x.shape[0] * group, *x.shape[2:])[:rows], groups)
     starts, state = (jnp.zeros_like(starts), tangent) if scan.tangent else (starts, state)
     return ScanResult(

@@ -1,16 +1,30 @@
 """Chunks of linear attention in jax.numpy: tiles are (B, H, chunk, channels) and (B, H, chunk), float32."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import chunks
 from ejkernel.ops.operation import Arrays
 
 product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+
+
+def in_groups(x: Any, group: int) -> jax.Array:
+    """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
+    x = jnp.moveaxis(jnp.asarray(x), 1, 0)
+    x = jnp.pad(x, ((0, -x.shape[0] % group), *((0, 0),) * (x.ndim - 1)))
+    return x.reshape(x.shape[0] // group, group, *x.shape[1:])
+
+
+def chunk_of(T: int, sequences: int) -> int:
+    """Tokens of a chunk: no more than packed sequences have, since it belongs to one."""
+    return min(64, power_of_two(max(1, min(T, max(8, T // max(1, sequences))))))
 
 
 def hidden_zeros(state: jax.Array) -> jax.Array:

@@ -111,22 +111,22 @@ class _Binder:
 
     def _leaf(self, node: Expression, visit: Any) -> Expression | None:
         """What a node is read as, if it is."""
-        dtype, found = FLOAT if node.dtype == FLOAT else INT, None
+        dtype, read = FLOAT if node.dtype == FLOAT else INT, None
         if (
             not node.axes & {"j", SCORE}
             and node.name != CONST
             and (worth_binding(node) or (self.by_token and node is I))
         ):
-            found = operand("row", _number(self.rows.setdefault(dtype, []), node), dtype)
+            read = operand("row", _number(self.rows.setdefault(dtype, []), node), dtype)
         elif node.name == LOAD:
             tables = self.tables.setdefault(dtype, [])
             before = tables[: _number(tables, node.data)]
             offset = sum(prod(self.shapes[n]) for n in before)
             # the first index is that of a batch, of which there is one
-            found = lookup(offset, self.shapes[node.data], tuple(map(visit, node.args[1:])), dtype)
+            read = lookup(offset, self.shapes[node.data], tuple(map(visit, node.args[1:])), dtype)
         elif not node.args:
             return node
-        return apply("ne", found, const(0, INT)) if found is not None and node.dtype == BOOL else found
+        return apply("ne", read, const(0, INT)) if read is not None and node.dtype == BOOL else read
 
 
 def _number(pool: list[Any], x: Any) -> int:

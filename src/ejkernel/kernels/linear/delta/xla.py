@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels.common.sizes import power_of_two
 from ejkernel.kernels.linear import chunks
 from ejkernel.kernels.linear.delta.inverse import unit_lower_inverse
 from ejkernel.kernels.linear.delta.spec import ARRAYS, dimensions
 from ejkernel.kernels.linear.layout import Layout, layout_of
 from ejkernel.kernels.linear.xla import Config
-from ejkernel.kernels.linear.xla_chunks import decayed, hidden_zeros, pair_scores, product, started
+from ejkernel.kernels.linear.xla_chunks import chunk_of, decayed, hidden_zeros, in_groups, pair_scores, product, started
 from ejkernel.ops import Call, Implementation
 from ejkernel.ops.operation import Arrays
 from ejkernel.ops.sharding import varying_like
@@ -34,8 +33,7 @@ def unsupported(call: Call) -> list[str]:
 
 def default_config(call: Call) -> Config:
     dims = dimensions(call)
-    # no longer than packed sequences are: a chunk belongs to one
-    return Config(min(64, power_of_two(max(1, min(dims.T, max(8, dims.T // max(1, dims.N)))))))
+    return Config(chunk_of(dims.T, dims.N))
 
 
 def search_space(call: Call) -> list[Config]:
@@ -66,20 +64,15 @@ def _chunked(call: Call, config: Config, arrays: Arrays) -> Arrays:
     rows = layout.valid.shape[1]
     group = max(1, min(config.group, rows))
 
-    def grouped(x: Any) -> jax.Array:
-        """(B or 1, rows, ...) to (groups, group, B or 1, ...), with chunks of no tokens at the end."""
-        x = jnp.moveaxis(jnp.asarray(x), 1, 0)
-        x = jnp.pad(x, ((0, -rows % group), *((0, 0),) * (x.ndim - 1)))
-        return x.reshape(x.shape[0] // group, group, *x.shape[1:])
-
     @jax.checkpoint
     def step(state: jax.Array, x: tuple[Arrays, Any]) -> tuple[jax.Array, Any]:
         tile, flags = x
         return _group(call, None if cu is None else start, state, tile, flags)
 
-    tokens = {name: grouped(x) for name, x in _tiles(arrays, layout).items()}
+    tokens = {name: in_groups(x, group) for name, x in _tiles(arrays, layout).items()}
+    flags = in_groups(layout.first, group), in_groups(layout.sequence, group)
     state = varying_like(start[:, 0], (tokens, start))
-    state, (out, after) = lax.scan(step, state, (tokens, (grouped(layout.first), grouped(layout.sequence))))
+    state, (out, after) = lax.scan(step, state, (tokens, flags))
     out, after = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], (out, after))
     out = layout.scatter(out).astype(arrays["value"].dtype)
     return _wanted(call, out, layout.final_states(start, state, after))
